@@ -1,0 +1,71 @@
+"""Content keys: what makes two results the same result.
+
+A *run* is one deterministic computation: a model context, token ids, interventions and sampling. Its key document is
+plain JSON; the run key is the SHA-256 of the document's canonical bytes, and the entry key of one hook of that run is
+the SHA-256 of the run key and the hook's name. All hashes have full width.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+
+def canonical_json(document: Any) -> bytes:
+    """Serialise so that equal documents give equal bytes: sorted keys, no spaces, ASCII, no NaN or Infinity.
+
+    Raises
+    ------
+    ValueError
+        A number is not finite.
+    TypeError
+        Something in it is not JSON.
+    """
+    return json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode()
+
+
+def array_digest(array: np.ndarray) -> str:
+    """SHA-256 (hex) of an array's dtype, shape and C-order bytes, each field length-prefixed."""
+    array = np.ascontiguousarray(array)
+    digest = hashlib.sha256()
+    for field in (array.dtype.name.encode(), repr(tuple(map(int, array.shape))).encode()):
+        digest.update(len(field).to_bytes(8, "little") + field)
+    digest.update(array.nbytes.to_bytes(8, "little"))
+    digest.update(array.reshape(-1).view(np.uint8).data)
+    return digest.hexdigest()
+
+
+class Run:
+    """The identity of one computation.
+
+    Parameters
+    ----------
+    document
+        JSON object with everything that can change an output bit.
+    """
+
+    def __init__(self, document: Mapping[str, Any]) -> None:
+        self.document = dict(document)
+
+    @cached_property
+    def data(self) -> bytes:
+        """Canonical bytes of the document; stored beside the rows and compared on a hit."""
+        return canonical_json(self.document)
+
+    @cached_property
+    def key(self) -> bytes:
+        """32-byte run key."""
+        return hashlib.sha256(self.data).digest()
+
+    def entry(self, name: str) -> bytes:
+        """32-byte key of one named entry (a hook, or `generation`) of this run."""
+        encoded = name.encode()
+        return hashlib.sha256(self.key + len(encoded).to_bytes(8, "little") + encoded).digest()
+
+    def __repr__(self) -> str:
+        return f"Run({self.key.hex()[:16]})"
