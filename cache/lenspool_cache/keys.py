@@ -40,6 +40,16 @@ def array_digest(array: np.ndarray) -> str:
     return digest.hexdigest()
 
 
+def _entry_key(run_key: bytes, name: str) -> bytes:
+    encoded = name.encode()
+    return hashlib.sha256(run_key + len(encoded).to_bytes(8, "little") + encoded).digest()
+
+
+def entry_key(data: bytes, name: str) -> bytes:
+    """32-byte key of the entry that a stored key document and name belong to."""
+    return _entry_key(hashlib.sha256(data).digest(), name)
+
+
 class Run:
     """The identity of one computation.
 
@@ -64,8 +74,7 @@ class Run:
 
     def entry(self, name: str) -> bytes:
         """32-byte key of one named entry (a hook, or `generation`) of this run."""
-        encoded = name.encode()
-        return hashlib.sha256(self.key + len(encoded).to_bytes(8, "little") + encoded).digest()
+        return _entry_key(self.key, name)
 
     def __repr__(self) -> str:
         return f"Run({self.key.hex()[:16]})"

@@ -1,0 +1,122 @@
+"""Arrays by content: steering vectors and the like, one small HDF5 file each, named by the hash of what it holds."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import uuid
+from pathlib import Path
+
+import h5py
+import numpy as np
+from h5py import h5d, h5f, h5p, h5s
+
+from lenspool_cache.codec import canonical_array, dtype_of, hdf5_type
+from lenspool_cache.errors import CacheCorrupt
+from lenspool_cache.keys import array_digest
+from lenspool_cache.segment import SUFFIX, sync
+
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+class ArrayFolder:
+    """The arrays of one store."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def path(self, digest: str) -> Path:
+        """File of an array. The digest may come from a stranger, so nothing but a digest becomes a path.
+
+        Raises
+        ------
+        KeyError
+            It is not a SHA-256 in hex.
+        """
+        if not _DIGEST.fullmatch(digest):
+            raise KeyError(digest)
+        return self.folder / f"{digest}{SUFFIX}"
+
+    def has(self, digest: str) -> bool:
+        """Whether there is a file for this digest."""
+        try:
+            return self.path(digest).exists()
+        except KeyError:
+            return False
+
+    def put(self, array: np.ndarray) -> str:
+        """Store an array of any shape, unless it is there; returns its digest."""
+        array = canonical_array(array)
+        digest = array_digest(array)
+        path = self.path(digest)
+        if path.exists():
+            return digest
+        self.folder.mkdir(exist_ok=True)
+        temporary = self.folder / f".{digest}.{uuid.uuid4().hex}.tmp"
+        try:
+            _write(temporary, array)
+            sync(temporary)
+            temporary.rename(path)
+        except BaseException:
+            with contextlib.suppress(FileNotFoundError):
+                temporary.unlink()
+            raise
+        return digest
+
+    def get(self, digest: str) -> np.ndarray:
+        """Read an array and check that it still has its digest.
+
+        Raises
+        ------
+        KeyError
+            It is not stored.
+        CacheCorrupt
+            The file does not hold what its name says.
+        """
+        try:
+            array = _read(self.path(digest))
+        except FileNotFoundError:
+            raise KeyError(digest) from None
+        except (OSError, RuntimeError, ValueError, KeyError, TypeError) as error:
+            if isinstance(error, KeyError) and error.args == (digest,):
+                raise
+            raise CacheCorrupt(digest, f"not a readable array file: {error}") from error
+        if array_digest(array) != digest:
+            raise CacheCorrupt(digest, "content does not match the digest")
+        return array
+
+    def remove(self, digest: str) -> None:
+        """Delete the file of an array."""
+        self.path(digest).unlink(missing_ok=True)
+
+    def digests(self) -> list[str]:
+        """Digests of all arrays, sorted."""
+        if not self.folder.exists():
+            return []
+        return sorted(p.stem for p in self.folder.iterdir() if p.suffix == SUFFIX and _DIGEST.fullmatch(p.stem))
+
+
+def _write(path: Path, array: np.ndarray) -> None:
+    access = h5p.create(h5p.FILE_ACCESS)
+    access.set_libver_bounds(h5f.LIBVER_V110, h5f.LIBVER_V110)
+    access.set_file_locking(False, True)
+    file = h5py.File(h5f.create(str(path).encode(), h5f.ACC_EXCL, fapl=access))
+    try:
+        kind = hdf5_type(array.dtype.name)
+        dataset = h5d.create(file.id, b"array", kind, h5s.create_simple(array.shape))
+        if array.size:
+            dataset.write(h5s.ALL, h5s.ALL, array, mtype=kind)
+        file["array"].attrs["dtype"] = array.dtype.name
+    finally:
+        file.close()
+
+
+def _read(path: Path) -> np.ndarray:
+    with h5py.File(path, "r", locking=False) as file:
+        dataset = file["array"]
+        name = str(dataset.attrs["dtype"])
+        array = np.empty(dataset.shape, dtype_of(name))
+        if array.size:
+            # Raw bytes, so that NaN payloads and bfloat16 arrive as they were written.
+            dataset.id.read(h5s.ALL, h5s.ALL, array, mtype=hdf5_type(name))
+        return array

@@ -1,0 +1,285 @@
+"""A pack: one HDF5 file of fixed size with rows of one dtype and width, written without the HDF5 library.
+
+`/rows` [capacity, width], `/index` [records] and `/documents` [bytes] are contiguous datasets whose space is reserved
+when the file is made. The HDF5 handle is then closed for good, and rows, documents and records are put at the
+datasets' file offsets with `pwrite`. So the file is valid HDF5 at every instant, whatever kills the writer, and a
+reader needs neither locks nor SWMR. The file is sparse: only what was written takes disk space.
+
+A pack has one writer, the process that made it, and nothing in it is overwritten but the state of a record.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import h5py
+import numpy as np
+from h5py import h5d, h5f, h5p, h5s
+
+from lenspool_cache.codec import RECORD_DTYPE, RECORD_SIZE, dtype_of, hdf5_type, raw
+from lenspool_cache.errors import CacheCorrupt
+
+FORMAT = "lenspool-pack"
+FORMAT_VERSION = 1
+SUFFIX = ".h5"
+
+_IOV_MAX = 512
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Rows of one entry at consecutive positions, as they stand in one pack.
+
+    Attributes
+    ----------
+    pack
+        File name of the pack.
+    row
+        First row in the pack.
+    start
+        Absolute position of the first row.
+    rows
+        Number of rows.
+    dtype
+        Numpy name of the element type, e.g. `"bfloat16"`.
+    width
+        Elements per row.
+    checksum
+        xxh3_64 of the payload.
+    key
+        32-byte entry key.
+    slot
+        Place of the segment's record in the pack's index.
+    """
+
+    pack: str
+    row: int
+    start: int
+    rows: int
+    dtype: str
+    width: int
+    checksum: int
+    key: bytes
+    slot: int
+
+    @property
+    def range(self) -> tuple[int, int]:
+        """Positions `[start, start + rows)`."""
+        return self.start, self.start + self.rows
+
+    @property
+    def nbytes(self) -> int:
+        """Payload bytes."""
+        return self.rows * self.width * dtype_of(self.dtype).itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where the datasets of a pack stand in its file: byte offsets, and capacities in rows, records and bytes."""
+
+    dtype: str
+    width: int
+    rows_offset: int
+    rows: int
+    index_offset: int
+    records: int
+    documents_offset: int
+    documents: int
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row."""
+        return self.width * dtype_of(self.dtype).itemsize
+
+    @classmethod
+    def read(cls, path: Path) -> Layout:
+        """Ask HDF5 where the datasets of a pack are.
+
+        Raises
+        ------
+        CacheCorrupt
+            The file is not a pack of a version that this code knows.
+        """
+        try:
+            with h5py.File(path, "r", locking=False) as file:
+                if file.attrs.get("format") != FORMAT or file.attrs.get("version") != FORMAT_VERSION:
+                    raise CacheCorrupt(path.name, f"not a {FORMAT} of version {FORMAT_VERSION}")
+                rows, index, documents = (file[name].id for name in ("rows", "index", "documents"))
+                layout = cls(
+                    str(file.attrs["dtype"]),
+                    int(file.attrs["width"]),
+                    rows.get_offset(),
+                    rows.shape[0],
+                    index.get_offset(),
+                    index.shape[0],
+                    documents.get_offset(),
+                    documents.shape[0],
+                )
+                dtype_of(layout.dtype)
+                return layout
+        except FileNotFoundError:
+            raise
+        except (OSError, RuntimeError, KeyError, ValueError, TypeError) as error:
+            raise CacheCorrupt(path.name, f"not a readable pack: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Space that one put takes in one pack: rows, index records, bytes of documents."""
+
+    rows: int
+    records: int
+    documents: int
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether an error of the system or of HDF5 says that the disk, a quota or a file-size limit is exhausted."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno in _FULL
+    found = re.search(r"errno = (\d+)", str(error))  # HDF5 puts it in the text only
+    return found is not None and int(found.group(1)) in _FULL
+
+
+def create_pack(folder: Path, store_id: str, dtype: str, width: int, size: int, need: Need) -> tuple[Path, Layout]:
+    """Make a new, empty pack under a unique name; it appears complete or not at all.
+
+    Parameters
+    ----------
+    size
+        Payload bytes to reserve space for (as sparse file).
+    need
+        What must fit in any case.
+    """
+    row_bytes = width * dtype_of(dtype).itemsize
+    rows = max(need.rows, size // row_bytes, 1)
+    records = max(need.records, size // 1024)
+    # Beside tiny rows (texts, token ids) the key documents are the larger part.
+    documents = max(need.documents, size if row_bytes < 64 else size // 2)
+    name = f"{dtype}-{width}-{uuid.uuid4().hex}{SUFFIX}"
+    temporary, path = folder / f".{name}.tmp", folder / name
+    try:
+        _write_skeleton(temporary, store_id, dtype, width, rows, records, documents)
+        layout = Layout.read(temporary)
+        sync(temporary)
+        temporary.rename(path)
+        sync(folder)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            temporary.unlink()
+        raise
+    return path, layout
+
+
+def _write_skeleton(path: Path, store_id: str, dtype: str, width: int, rows: int, records: int, documents: int) -> None:
+    access = h5p.create(h5p.FILE_ACCESS)
+    access.set_alignment(4096, 4096)
+    access.set_libver_bounds(h5f.LIBVER_V110, h5f.LIBVER_V110)
+    access.set_file_locking(False, True)
+    file = h5py.File(h5f.create(os.fsencode(path), h5f.ACC_EXCL, fapl=access))
+    try:
+        file.attrs.update(
+            {"format": FORMAT, "version": FORMAT_VERSION, "dtype": dtype, "width": width, "store": store_id}
+        )
+        creation = h5p.create(h5p.DATASET_CREATE)
+        creation.set_layout(h5d.CONTIGUOUS)
+        creation.set_alloc_time(h5d.ALLOC_TIME_EARLY)
+        creation.set_fill_time(h5d.FILL_TIME_NEVER)  # the file stays sparse
+        record_type = h5py.h5t.py_create(RECORD_DTYPE, logical=True)
+        for name, kind, shape in (
+            (b"rows", hdf5_type(dtype), (rows, width)),
+            (b"index", record_type, (records,)),
+            (b"documents", hdf5_type("uint8"), (documents,)),
+        ):
+            h5d.create(file.id, name, kind, h5s.create_simple(shape), dcpl=creation)
+        file["rows"].attrs["dtype"] = dtype
+    finally:
+        file.close()
+
+
+def sync(path: Path) -> None:
+    """Flush a file or folder to the disk."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_all(fd: int, buffers: Sequence[bytes | memoryview], offset: int) -> None:
+    """Write buffers one after the other from a file offset on, however little each system call takes."""
+    left = [memoryview(b) for b in buffers if len(b)]
+    first = 0
+    while first < len(left):
+        done = os.pwritev(fd, left[first : first + _IOV_MAX], offset)
+        offset += done
+        while done:
+            take = min(done, len(left[first]))
+            done -= take
+            if take == len(left[first]):
+                first += 1
+            else:
+                left[first] = left[first][take:]
+
+
+class PackWriter:
+    """The one writer of one pack. Not thread-safe: the store holds a lock around a put.
+
+    A put first stages rows and documents in every pack that it needs, and then commits its records in each. Staging
+    alone uses up no space: what a failed put staged is overwritten by the next.
+    """
+
+    def __init__(self, path: Path, layout: Layout) -> None:
+        self.path = path
+        self.layout = layout
+        self.fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+        self._row = self._slot = self._document = 0
+        self._staged = Need(0, 0, 0)
+
+    def fits(self, need: Need) -> bool:
+        """Whether there is space for a put, in a file that still has its name."""
+        return (
+            self._row + need.rows <= self.layout.rows
+            and self._slot + need.records <= self.layout.records
+            and self._document + need.documents <= self.layout.documents
+            and os.fstat(self.fd).st_nlink > 0
+        )
+
+    def stage(self, arrays: Sequence[np.ndarray], documents: Sequence[bytes]) -> tuple[int, int]:
+        """Write payload and documents; returns the first row and the first document offset."""
+        buffers = [raw(array) for array in arrays]
+        write_all(self.fd, buffers, self.layout.rows_offset + self._row * self.layout.row_bytes)
+        write_all(self.fd, documents, self.layout.documents_offset + self._document)
+        self._staged = Need(sum(len(a) for a in arrays), 0, sum(map(len, documents)))
+        return self._row, self._document
+
+    def commit(self, records: Sequence[bytes]) -> int:
+        """Write the records of what was staged; returns the first slot.
+
+        The space is used up even when this fails, so that no record that reached the disk can come to point at rows
+        of a later put.
+        """
+        slot = self._slot
+        self._row += self._staged.rows
+        self._document += self._staged.documents
+        self._slot += len(records)
+        self._staged = Need(0, 0, 0)
+        write_all(self.fd, records, self.layout.index_offset + slot * RECORD_SIZE)
+        return slot
+
+    def sync(self) -> None:
+        """Flush to the disk."""
+        os.fdatasync(self.fd)
+
+    def close(self) -> None:
+        """Close the file; the pack is never written to again."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
