@@ -12,7 +12,7 @@ import numpy as np
 from h5py import h5d, h5f, h5p, h5s
 
 from lenspool_cache.codec import canonical_array, dtype_of, hdf5_type
-from lenspool_cache.errors import CacheCorrupt
+from lenspool_cache.errors import CacheCorrupt, CacheError
 from lenspool_cache.keys import array_digest
 from lenspool_cache.segment import SUFFIX, sync
 
@@ -73,13 +73,14 @@ class ArrayFolder:
         CacheCorrupt
             The file does not hold what its name says.
         """
+        path = self.path(digest)
         try:
-            array = _read(self.path(digest))
+            array = _read(path)
         except FileNotFoundError:
             raise KeyError(digest) from None
         except (OSError, RuntimeError, ValueError, KeyError, TypeError) as error:
-            if isinstance(error, KeyError) and error.args == (digest,):
-                raise
+            if isinstance(error, OSError) and error.errno is not None:
+                raise CacheError(f"array {digest} cannot be opened: {error}") from error
             raise CacheCorrupt(digest, f"not a readable array file: {error}") from error
         if array_digest(array) != digest:
             raise CacheCorrupt(digest, "content does not match the digest")

@@ -35,7 +35,8 @@ _SCHEMA = (
 )
 _BUSY_S = 60.0
 _VARIABLES = 500  # keys in one query
-_MEMORY_S = 1.0  # how old a read-only store's index in memory may grow before it is looked at again
+_MEMORY_S = 1.0  # how old an index in memory may grow, or this many times what it took to build
+_MEMORY_BUILDS = 20
 _ATTEMPTS = 4
 
 _DAMAGED = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR}
@@ -80,7 +81,8 @@ class Index:
         self._lock = RLock()
         self._connection: sqlite3.Connection | None = None
         self._signature: object = None
-        self._memory_since: float | None = None
+        self._memory_until: float | None = None
+        self._immutable = False
 
     # -- operations
 
@@ -203,23 +205,26 @@ class Index:
     def _open_read_only(self) -> None:
         # A file without a log beside it has no writer and is complete: reading it as immutable creates no files. With
         # a log, SQLite needs its shared memory; where it cannot have that, what the log holds would be lost.
+        self._immutable = not self._log().exists()
         self._signature = self._stat()
-        modes = ("mode=ro",) if self._log().exists() else ("mode=ro&immutable=1",)
-        for mode in modes if self.path.exists() else ():
-            with suppress(sqlite3.Error):
-                db = self._open(f"{self.path.as_uri()}?{mode}")
+        if self._signature is not None:
+            try:
+                db = self._open(f"{self.path.as_uri()}?mode=ro" + ("&immutable=1" if self._immutable else ""))
                 if self._is_ours(db):
                     self._connection = db
                     return
                 db.close()
+            except sqlite3.Error as error:
+                log.info("index %s cannot be read: %s", self.path, error)
         self._open_in_memory()
 
     def _open_in_memory(self) -> None:
-        log.info("index %s cannot be read without changing files; it is built in memory", self.path)
+        begin = time.monotonic()
         db = self._open("file::memory:")
         self._fill(db)
         self._connection = db
-        self._memory_since = time.monotonic()
+        end = time.monotonic()
+        self._memory_until = end + max(_MEMORY_S, _MEMORY_BUILDS * (end - begin))
 
     def _open(self, uri: str) -> sqlite3.Connection:
         db = sqlite3.connect(uri, uri=True, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
@@ -231,7 +236,7 @@ class Index:
             with suppress(sqlite3.Error):
                 self._connection.close()
         self._connection = None
-        self._memory_since = None
+        self._memory_until = None
 
     def _log(self) -> Path:
         return self.path.with_name(self.path.name + "-wal")
@@ -242,13 +247,13 @@ class Index:
             stat = self.path.stat()
         except FileNotFoundError:
             return None
-        if self.read_only:
+        if self._immutable:
             return stat.st_dev, stat.st_ino, stat.st_mtime_ns, stat.st_size, self._log().exists()
         return stat.st_dev, stat.st_ino
 
     def _moved(self) -> bool:
-        if self._memory_since is not None:
-            return time.monotonic() - self._memory_since > _MEMORY_S
+        if self._memory_until is not None:
+            return time.monotonic() > self._memory_until
         return self._stat() != self._signature
 
     # -- building

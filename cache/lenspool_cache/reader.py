@@ -37,6 +37,11 @@ class PackReader:
         if fd >= 0:
             os.close(fd)
 
+    @property
+    def unlinked(self) -> bool:
+        """Whether the file was deleted; what is read through this reader stays right."""
+        return os.fstat(self._fd).st_nlink == 0
+
     def _bytes(self, offset: int, length: int) -> bytes:
         data = os.pread(self._fd, length, offset)
         if len(data) != length:
@@ -140,9 +145,10 @@ class PackPool:
         """
         with self._lock:
             reader = self._open.get(name)
-            if reader is not None:
+            if reader is not None and not reader.unlinked:
                 self._open.move_to_end(name)
                 return reader
+            self._open.pop(name, None)
             layout = self._layouts.get(name)
         path = self.folder / name
         layout = layout or Layout.read(path)

@@ -107,6 +107,8 @@ class Layout:
         ------
         CacheCorrupt
             The file is not a pack of a version that this code knows.
+        OSError
+            It is gone or cannot be opened.
         """
         try:
             with h5py.File(path, "r", locking=False) as file:
@@ -125,9 +127,9 @@ class Layout:
                 )
                 dtype_of(layout.dtype)
                 return layout
-        except FileNotFoundError:
-            raise
         except (OSError, RuntimeError, KeyError, ValueError, TypeError) as error:
+            if isinstance(error, OSError) and error.errno is not None:
+                raise  # the system could not open it, which says nothing about what is in it
             raise CacheCorrupt(path.name, f"not a readable pack: {error}") from error
 
 
@@ -277,6 +279,10 @@ class PackWriter:
     def sync(self) -> None:
         """Flush to the disk."""
         os.fdatasync(self.fd)
+
+    def __del__(self) -> None:
+        if hasattr(self, "fd"):
+            self.close()
 
     def close(self) -> None:
         """Close the file; the pack is never written to again."""

@@ -11,16 +11,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import logging
 import os
-import secrets
-import time
-import uuid
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from threading import Lock, RLock
 from typing import NoReturn
@@ -29,36 +25,21 @@ import numpy as np
 
 from lenspool_cache import ranges as rg
 from lenspool_cache.arrays import ArrayFolder
-from lenspool_cache.codec import LIVE, Record, canonical_array, checksum, pack_record, raw
+from lenspool_cache.assembly import minimal, parts
+from lenspool_cache.codec import LIVE, canonical_array
 from lenspool_cache.errors import CacheCorrupt, CacheError, CacheFull
+from lenspool_cache.identity import store_id
 from lenspool_cache.index import Index, Place
 from lenspool_cache.keys import Run
 from lenspool_cache.ranges import Range
 from lenspool_cache.reader import PackPool, PackReader, drop_record
 from lenspool_cache.scan import finished, scan_all
-from lenspool_cache.segment import Need, PackWriter, Segment, create_pack, is_full
+from lenspool_cache.segment import Segment, is_full
+from lenspool_cache.writing import Writers, cut
 
 log = logging.getLogger(__name__)
 
-STORE_VERSION = 1
-
-FIRST_PACK = 16 << 20  # bytes of rows; each further pack of a writer is twice as large
-LAST_PACK = 1 << 30
-# Rows of one put are cut into segments of about this size: a checksum covers a segment, so this is what one row costs.
-SEGMENT_BYTES = 4 << 20
-# Puts and bytes after which data is flushed to the disk. A power cut can lose what came later, and nothing else.
-SYNC_PUTS, SYNC_BYTES = 64, 256 << 20
-
 _GONE = {errno.ENOENT, errno.ESTALE, errno.EIO}
-
-
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """Rows of one name that one record will describe."""
-
-    name: str
-    start: int
-    array: np.ndarray
 
 
 class Store:
@@ -90,17 +71,16 @@ class Store:
         self.path = Path(path).absolute()
         self.read_only = read_only
         with self._errors(0):
-            self.id = _identity(self.path, read_only)
+            self.id = store_id(self.path, create=not read_only)
             packs = self.path / "packs"
             if not read_only:
                 packs.mkdir(exist_ok=True)
         self._packs = PackPool(packs)
         self._arrays = ArrayFolder(self.path / "arrays")
         self._index = Index(self.path, self.id, self._truth, read_only=read_only)
-        self._writers: dict[tuple[str, int], tuple[PackWriter, int]] = {}
+        self._writers = Writers(self._packs, self.id)
         self._write_lock = RLock()
         self._dropped: set[tuple[str, int]] = set()
-        self._unsynced_puts = self._unsynced_bytes = 0
         self._counts_lock = Lock()
         self._corrupt = 0
         self._closed = False
@@ -130,7 +110,7 @@ class Store:
             for segment in self._verified(run, pack, group, bad):
                 out.setdefault(by_key[segment.key], []).append(segment)
         self._drop(bad)
-        return {name: _needed(segments) for name, segments in out.items()}
+        return {name: minimal(segments) for name, segments in out.items()}
 
     def covered(self, run: Run, names: Iterable[str]) -> dict[str, list[Range]]:
         """Positions that the store has: name to merged ranges; only names that have any."""
@@ -178,24 +158,14 @@ class Store:
         if len(wanted) == 1 and len(segments) == 1 and wanted[0] == segments[0].range:
             return self.read(segments[0])
         out = self._reader(segments[0]).empty(rg.count(wanted))
-        left, base = wanted, 0
-        offsets = []
-        for start, stop in wanted:
-            offsets.append((start, stop, base))
-            base += stop - start
-        for segment in segments:
-            parts = rg.intersect(left, [segment.range])
-            if not parts:
+        for segment, group in groupby(parts(segments, wanted), key=lambda part: part.segment):
+            todo = list(group)
+            if todo[0].whole:
+                self._read_into(segment, out[todo[0].at : todo[0].at + segment.rows])
                 continue
-            left = rg.subtract(left, parts)
-            targets = [(s, e, s - a + o) for s, e in parts for a, b, o in offsets if a <= s < b]
-            if parts == [segment.range]:
-                _, _, at = targets[0]
-                self._read_into(segment, out[at : at + segment.rows])
-                continue
-            rows = self.read(segment)
-            for s, e, at in targets:
-                out[at : at + e - s] = rows[s - segment.start : e - segment.start]
+            rows = self.read(segment)  # all of it: the checksum covers the whole segment
+            for _, first, n, at in todo:
+                out[at : at + n] = rows[first : first + n]
         return out
 
     # -- writing
@@ -226,13 +196,13 @@ class Store:
         self._writable()
         checked = {name: [_rows(name, start, array) for start, array in parts] for name, parts in entries.items()}
         with self._write_lock:
-            pieces = self._missing(run, checked)
+            pieces = cut(checked, self.covered(run, checked))
             needed = sum(piece.array.nbytes for piece in pieces)
             if not pieces:
                 return 0
             with self._errors(needed):
-                self._write(run, pieces)
-                self._flush_sometimes(needed)
+                self._index.insert(self._writers.write(run, pieces))
+                self._writers.sync_sometimes(needed)
             return needed
 
     def put_array(self, array: np.ndarray) -> str:
@@ -304,13 +274,13 @@ class Store:
         """Flush and close all files. Reading opens them again; writing raises."""
         with self._write_lock:
             self._closed = True
-            for writer, _ in self._writers.values():
+            try:
                 with self._errors(0):
-                    writer.sync()
-                writer.close()
-            self._writers.clear()
-            self._packs.close()
-            self._index.close()
+                    self._writers.sync()
+            finally:
+                self._writers.close()
+                self._packs.close()
+                self._index.close()
 
     def __enter__(self) -> Store:
         return self
@@ -421,106 +391,20 @@ class Store:
                 record = reader.records([place.slot])[0]
                 if record is not None and record.key == place.key:
                     drop_record(reader.path, reader.layout, place.slot)
-        self._index.drop(places)
+        try:
+            self._index.drop(places)
+        except CacheError as error:  # a full disk, say: this process still knows that they are bad
+            log.warning("dropped entries stay in the index: %s", error)
 
     def _count_corrupt(self, count: int = 1) -> None:
         with self._counts_lock:
             self._corrupt += count
 
-    def _missing(self, run: Run, entries: Mapping[str, Sequence[tuple[int, np.ndarray]]]) -> list[_Piece]:
-        """What of a put the store does not have, cut into segments."""
-        covered = self.covered(run, entries)
-        pieces = []
-        for name, parts in entries.items():
-            have = covered.get(name, [])
-            for start, array in parts:
-                for first, stop in rg.subtract([(start, start + len(array))], have):
-                    step = max(1, SEGMENT_BYTES // (array.shape[1] * array.itemsize))
-                    for at in range(first, stop, step):
-                        pieces.append(_Piece(name, at, array[at - start : min(at + step, stop) - start]))
-                have = rg.merge([*have, (start, start + len(array))])
-        return pieces
-
-    def _write(self, run: Run, pieces: list[_Piece]) -> None:
-        groups: dict[tuple[str, int], list[_Piece]] = {}
-        for piece in pieces:
-            groups.setdefault((piece.array.dtype.name, piece.array.shape[1]), []).append(piece)
-        batch, now = secrets.randbits(64), time.time_ns()
-        staged = []
-        for kind, group in groups.items():
-            writer, records = self._stage(run, kind, group, batch, len(pieces), now)
-            staged.append((writer, records))
-        places = []
-        for writer, records in staged:
-            slot = writer.commit([pack_record(record) for record in records])
-            places += [Place(r.key, r.start, r.rows, writer.path.name, slot + i) for i, r in enumerate(records)]
-        self._index.insert(places)
-
-    def _stage(
-        self, run: Run, kind: tuple[str, int], group: list[_Piece], batch: int, batch_size: int, now: int
-    ) -> tuple[PackWriter, list[Record]]:
-        names = list(dict.fromkeys(piece.name for piece in group))
-        documents = [run.data, *(name.encode() for name in names)]
-        need = Need(sum(len(p.array) for p in group), len(group), sum(map(len, documents)))
-        writer = self._writer(kind, need)
-        row, base = writer.stage([piece.array for piece in group], documents)
-        name_at = {}
-        at = base + len(run.data)
-        for name, encoded in zip(names, documents[1:], strict=True):
-            name_at[name] = (at, len(encoded))
-            at += len(encoded)
-        document_checksum = checksum(run.data)
-        records = []
-        for piece in group:
-            records.append(
-                Record(
-                    key=run.entry(piece.name),
-                    batch=batch,
-                    batch_size=batch_size,
-                    document_length=len(run.data),
-                    start=piece.start,
-                    row=row,
-                    rows=len(piece.array),
-                    checksum=checksum(raw(piece.array)),
-                    document_offset=base,
-                    document_checksum=document_checksum,
-                    name_offset=name_at[piece.name][0],
-                    time=now,
-                    name_length=name_at[piece.name][1],
-                )
-            )
-            row += len(piece.array)
-        return writer, records
-
-    def _writer(self, kind: tuple[str, int], need: Need) -> PackWriter:
-        writer, size = self._writers.get(kind, (None, FIRST_PACK // 2))
-        if writer is not None and writer.fits(need):
-            return writer
-        size = min(2 * size, LAST_PACK)
-        path, layout = create_pack(self._packs.folder, self.id, *kind, size, need)
-        self._packs.learn(path.name, layout)
-        fresh = PackWriter(path, layout)
-        self._writers[kind] = fresh, size
-        if writer is not None:
-            writer.sync()
-            writer.close()
-        return fresh
-
-    def _flush_sometimes(self, written: int) -> None:
-        self._unsynced_puts += 1
-        self._unsynced_bytes += written
-        if self._unsynced_puts >= SYNC_PUTS or self._unsynced_bytes >= SYNC_BYTES:
-            for writer, _ in self._writers.values():
-                writer.sync()
-            self._unsynced_puts = self._unsynced_bytes = 0
-
     def _after_fork(self) -> None:
         # The packs and the database connection belong to the parent; a child begins its own.
         self._write_lock = RLock()
         self._counts_lock = Lock()
-        for writer, _ in self._writers.values():
-            writer.close()
-        self._writers = {}
+        self._writers.close()
         self._packs.after_fork()
         self._index.after_fork()
 
@@ -536,43 +420,9 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-def _identity(path: Path, read_only: bool) -> str:
-    """Read `store.json`, or make it."""
-    file = path / "store.json"
-    if not file.exists():
-        if read_only:
-            raise CacheError(f"{path} is not a store: there is no store.json in it")
-        path.mkdir(parents=True, exist_ok=True)
-        temporary = path / f".store.{uuid.uuid4().hex}.tmp"
-        temporary.write_text(json.dumps({"version": STORE_VERSION, "id": uuid.uuid4().hex}) + "\n")
-        try:
-            # A link, not a rename: of several makers the first wins and the others read its identity.
-            with contextlib.suppress(FileExistsError):
-                os.link(temporary, file)
-        finally:
-            temporary.unlink()
-    try:
-        document = json.loads(file.read_text())
-        version, store_id = document["version"], str(document["id"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise CacheError(f"{path} is not a store: its store.json cannot be read: {error}") from error
-    if version != STORE_VERSION:
-        raise CacheError(f"the store at {path} has version {version}; this lenspool reads version {STORE_VERSION}")
-    return store_id
-
-
 def _rows(name: str, start: int, array: np.ndarray) -> tuple[int, np.ndarray]:
     if array.ndim != 2 or not array.shape[1]:
         raise ValueError(f"rows of {name} must be [rows, width], not {list(array.shape)}")
     if start < 0:
         raise ValueError(f"rows of {name} start at {start}")
     return int(start), canonical_array(array)
-
-
-def _needed(segments: list[Segment]) -> list[Segment]:
-    """Sort by start, without segments that others contain (two writers may have stored the same rows at once)."""
-    out: list[Segment] = []
-    for segment in sorted(segments, key=lambda s: (s.start, -s.rows)):
-        if not out or segment.range[1] > out[-1].range[1]:
-            out.append(segment)
-    return out

@@ -1,0 +1,145 @@
+"""The packs that one process writes: one open pack for each dtype and width, and the next one when it is full."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from lenspool_cache import ranges as rg
+from lenspool_cache.codec import Record, checksum, pack_record, raw
+from lenspool_cache.index import Place
+from lenspool_cache.keys import Run
+from lenspool_cache.ranges import Range
+from lenspool_cache.reader import PackPool
+from lenspool_cache.segment import Need, PackWriter, create_pack
+
+FIRST_PACK = 16 << 20  # bytes of rows; each further pack is twice as large
+LAST_PACK = 1 << 30
+# Rows of a put are cut into segments of about this size: a checksum covers a segment, so this is what one row costs.
+SEGMENT_BYTES = 4 << 20
+# Puts and bytes after which data is flushed to the disk. A power cut can lose what came later, and nothing else.
+SYNC_PUTS, SYNC_BYTES = 64, 256 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Rows of one name, [rows, width], that one record will describe."""
+
+    name: str
+    start: int
+    array: np.ndarray
+
+
+def cut(entries: Mapping[str, Sequence[tuple[int, np.ndarray]]], covered: Mapping[str, Sequence[Range]]) -> list[Piece]:
+    """Rows that are not covered yet, in pieces of segment size."""
+    pieces = []
+    for name, parts in entries.items():
+        have = rg.merge(covered.get(name, ()))
+        for start, array in parts:
+            step = max(1, SEGMENT_BYTES // (array.shape[1] * array.itemsize))
+            for first, stop in rg.subtract([(start, start + len(array))], have):
+                for at in range(first, stop, step):
+                    pieces.append(Piece(name, at, array[at - start : min(at + step, stop) - start]))
+            have = rg.merge([*have, (start, start + len(array))])
+    return pieces
+
+
+class Writers:
+    """Not thread-safe: the store holds a lock around a put."""
+
+    def __init__(self, packs: PackPool, store_id: str) -> None:
+        self._packs = packs
+        self._store_id = store_id
+        self._open: dict[tuple[str, int], tuple[PackWriter, int]] = {}
+        self._puts = self._bytes = 0
+
+    def write(self, run: Run, pieces: Sequence[Piece]) -> list[Place]:
+        """Write the pieces of one put: payload and documents to every pack first, then all records.
+
+        Raises
+        ------
+        OSError
+            The disk is full, or the like. No reader will believe a part of the put: it is not whole.
+        """
+        groups: dict[tuple[str, int], list[Piece]] = {}
+        for piece in pieces:
+            groups.setdefault((piece.array.dtype.name, piece.array.shape[1]), []).append(piece)
+        batch, now = secrets.randbits(64), time.time_ns()
+        staged = [self._stage(run, kind, group, batch, len(pieces), now) for kind, group in groups.items()]
+        places = []
+        for writer, records in staged:
+            slot = writer.commit([pack_record(record) for record in records])
+            places += [Place(r.key, r.start, r.rows, writer.path.name, slot + i) for i, r in enumerate(records)]
+        return places
+
+    def _stage(
+        self, run: Run, kind: tuple[str, int], group: list[Piece], batch: int, batch_size: int, now: int
+    ) -> tuple[PackWriter, list[Record]]:
+        names = {name: name.encode() for name in dict.fromkeys(piece.name for piece in group)}
+        documents = [run.data, *names.values()]
+        need = Need(sum(len(p.array) for p in group), len(group), sum(map(len, documents)))
+        writer = self._writer(kind, need)
+        row, base = writer.stage([piece.array for piece in group], documents)
+        name_at, at = {}, base + len(run.data)
+        for name, encoded in names.items():
+            name_at[name] = at
+            at += len(encoded)
+        document_checksum = checksum(run.data)
+        records = []
+        for piece in group:
+            records.append(
+                Record(
+                    key=run.entry(piece.name),
+                    batch=batch,
+                    batch_size=batch_size,
+                    document_length=len(run.data),
+                    start=piece.start,
+                    row=row,
+                    rows=len(piece.array),
+                    checksum=checksum(raw(piece.array)),
+                    document_offset=base,
+                    document_checksum=document_checksum,
+                    name_offset=name_at[piece.name],
+                    time=now,
+                    name_length=len(names[piece.name]),
+                )
+            )
+            row += len(piece.array)
+        return writer, records
+
+    def _writer(self, kind: tuple[str, int], need: Need) -> PackWriter:
+        old, size = self._open.get(kind, (None, FIRST_PACK // 2))
+        if old is not None and old.fits(need):
+            return old
+        size = min(2 * size, LAST_PACK)
+        path, layout = create_pack(self._packs.folder, self._store_id, *kind, size, need)
+        self._packs.learn(path.name, layout)
+        writer = PackWriter(path, layout)
+        self._open[kind] = writer, size
+        if old is not None:
+            old.sync()
+            old.close()
+        return writer
+
+    def sync_sometimes(self, written: int) -> None:
+        """Count a put, and flush to the disk when enough came together."""
+        self._puts += 1
+        self._bytes += written
+        if self._puts >= SYNC_PUTS or self._bytes >= SYNC_BYTES:
+            self.sync()
+
+    def sync(self) -> None:
+        """Flush to the disk."""
+        for writer, _ in self._open.values():
+            writer.sync()
+        self._puts = self._bytes = 0
+
+    def close(self) -> None:
+        """Close all packs; a later put begins new ones."""
+        for writer, _ in self._open.values():
+            writer.close()
+        self._open.clear()
