@@ -1,0 +1,60 @@
+"""lenspool: any activation of any prompt from a shared pool of vLLM workers, and never computed twice.
+
+>>> async with lenspool.connect_local(model_folder) as client:  # doctest: +SKIP
+...     result = await client.capture("The Eiffel Tower is in", "blocks.*.hook_resid_post")
+...     result["blocks.3.hook_resid_post"].shape
+(8, 576)
+"""
+
+from lenspool.card import HookInfo, ModelCard
+from lenspool.client import Client
+from lenspool.errors import (
+    CacheCorrupt,
+    CacheError,
+    CacheFull,
+    DeadlineExceeded,
+    EngineFailed,
+    InvalidJob,
+    JobCancelled,
+    LenspoolError,
+    PoolUnavailable,
+    QueueFull,
+    UnknownHook,
+    UnknownModel,
+    UnsupportedHook,
+    WorkerLost,
+)
+from lenspool.interventions import ArrayRef, Intervention, add, scale, set_, zero
+from lenspool.local import connect_local
+from lenspool.result import Capture, Generation
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ArrayRef",
+    "CacheCorrupt",
+    "CacheError",
+    "CacheFull",
+    "Capture",
+    "Client",
+    "DeadlineExceeded",
+    "EngineFailed",
+    "Generation",
+    "HookInfo",
+    "Intervention",
+    "InvalidJob",
+    "JobCancelled",
+    "LenspoolError",
+    "ModelCard",
+    "PoolUnavailable",
+    "QueueFull",
+    "UnknownHook",
+    "UnknownModel",
+    "UnsupportedHook",
+    "WorkerLost",
+    "add",
+    "connect_local",
+    "scale",
+    "set_",
+    "zero",
+]

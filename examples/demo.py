@@ -1,0 +1,161 @@
+"""The main job end to end on this machine: `make demo`.
+
+Prepares SmolLM2-135M-Instruct, starts a pool (`lenspool up`), captures, repeats from the store, steers, lets ten clients
+ask at once, and stops the pool.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+from lenspool_worker.demo_model import default_folder, prepare
+from rich.console import Console
+from rich.table import Table
+
+from lenspool import Client, add
+
+FOLDER = Path(".demo")
+PROMPT = "The Eiffel Tower is in the city of"
+console = Console(width=110, highlight=False)
+
+
+def heading(text: str) -> None:
+    console.print(f"\n[bold cyan]{text}[/]")
+
+
+@contextmanager
+def pool(model: Path) -> Iterator[str]:
+    """`lenspool up` as a process of its own, stopped at the end; yields the URL of its Redis."""
+    reader, writer = os.pipe()
+    log = (FOLDER / "pool.log").open("w")
+    command = [sys.executable, "-m", "lenspool_worker", "up", "--model", str(model), "--store", str(FOLDER / "store")]
+    process = subprocess.Popen(
+        [*command, "--ready-fd", str(writer)], pass_fds=[writer], stdout=log, stderr=log, start_new_session=True
+    )
+    os.close(writer)
+    try:
+        with os.fdopen(reader) as ready:
+            answer = ready.read()
+        if not answer:
+            raise SystemExit(f"the pool did not start: see {log.name}")
+        yield json.loads(answer)["redis"]
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(60)
+        try:
+            os.killpg(process.pid, 0)
+        except ProcessLookupError:
+            console.print(f"\npool stopped (exit status {process.returncode}), no process left behind")
+        else:
+            raise SystemExit("the pool left processes behind")
+
+
+class Lens:
+    """Reads a residual stream as a token: final norm, then unembedding (nostalgebraist 2020, "logit lens")."""
+
+    def __init__(self, model: Path) -> None:
+        from safetensors.numpy import load_file
+
+        weights = load_file(model / "model.safetensors")
+        self.norm = weights["model.norm.weight"].astype(np.float32)
+        head = weights.get("lm_head.weight", weights["model.embed_tokens.weight"])
+        self.head = head.astype(np.float32)
+        self.eps = json.loads((model / "config.json").read_text())["rms_norm_eps"]
+
+    def top(self, stream: np.ndarray) -> int:
+        normed = stream / np.sqrt(np.mean(stream**2) + self.eps) * self.norm
+        return int(np.argmax(self.head @ normed))
+
+
+async def capture(client: Client, lens: Lens) -> None:
+    heading(f"1. Every layer's residual stream of {PROMPT!r}")
+    began = time.perf_counter()
+    first = await client.capture(PROMPT, "blocks.*.hook_resid_post")
+    computed_s = time.perf_counter() - began
+    tokenizer_text = (await client.capture(PROMPT, "hook_embed")).tokens
+    console.print(f"tokens: {tokenizer_text}")
+    table = Table("hook", "shape", "norm at the last token", "read there by the logit lens")
+    for layer in (0, 5, 10, 15, 20, 25, 29):
+        rows = first[f"resid_post.{layer}"]
+        token = lens.top(rows[-1].astype(np.float32))
+        word = (await client.capture([token], "hook_embed")).tokens
+        table.add_row(
+            f"blocks.{layer}.hook_resid_post", str(rows.shape), f"{np.linalg.norm(rows[-1]):.1f}", repr(word[0])
+        )
+    console.print(table)
+
+    heading("2. The same again")
+    began = time.perf_counter()
+    second = await client.capture(PROMPT, "blocks.*.hook_resid_post")
+    cached_s = time.perf_counter() - began
+    same = all(np.array_equal(first[name], second[name]) for name in first)
+    console.print(
+        f"computed: {computed_s * 1e3:8.1f} ms   (cached={first.cached})\n"
+        f"stored:   {cached_s * 1e3:8.1f} ms   (cached={second.cached}, bytes equal: {same}, "
+        f"{computed_s / cached_s:.0f} times quicker)"
+    )
+
+
+async def steer(client: Client) -> None:
+    heading("3. An intervention: the same question, steered")
+    hook, layer_prompts = "blocks.12.hook_resid_post", ("I love the ocean and the sea", "I love the city and the town")
+    ocean, city = [(await client.capture(p, hook, positions="last"))[hook][0] for p in layer_prompts]
+    direction = (ocean - city).astype(np.float32)
+    messages = [{"role": "user", "content": "Tell me about your favourite place."}]
+    plain = await client.generate(messages, max_tokens=40)
+    steered = await client.generate(
+        messages, max_tokens=40, interventions=[add(hook, direction, coefficient=3.0, positions="all")]
+    )
+    console.print(f"[bold]plain:[/]   {plain.text!r}\n[bold]steered:[/] {steered.text!r}")
+
+
+async def crowd(url: str) -> None:
+    heading("4. Ten clients at once, 12 prompts each, half of them shared")
+    shared = [f"The number {i} is followed by the number" for i in range(6)]
+
+    async def one(k: int) -> tuple[int, int]:
+        async with Client(url) as client:
+            prompts = shared + [f"Client {k} asks about the year {1900 + 10 * i}" for i in range(6)]
+            results = [r async for r in client.map(prompts, "blocks.*.hook_resid_post", positions="last")]
+            return len(results), sum(r.provenance["reused_rows"] > 0 for r in results)
+
+    began = time.perf_counter()
+    counts = await asyncio.gather(*(one(k) for k in range(10)))
+    seconds = time.perf_counter() - began
+    asked = sum(n for n, _ in counts)
+    console.print(
+        f"{asked} answers in {seconds:.1f} s ({asked / seconds:.0f}/s); {6 + 60} distinct prompts, each computed once"
+    )
+
+
+async def main(url: str, model: Path) -> None:
+    async with Client(url) as client:
+        card = await client.card()
+        console.print(
+            f"connected to {card.id}: {card.n_layers} layers, d_model {card.d_model}, {len(card.hooks)} hooks"
+        )
+        await capture(client, Lens(model))
+        await steer(client)
+        await crowd(url)
+
+
+if __name__ == "__main__":
+    shutil.rmtree(FOLDER, ignore_errors=True)
+    FOLDER.mkdir()
+    model = prepare(default_folder())
+    console.print(f"model: {model}\nstarting a pool (server, worker, store) ...")
+    began = time.perf_counter()
+    with pool(model) as url:
+        console.print(f"up after {time.perf_counter() - began:.0f} s")
+        asyncio.run(main(url, model))

@@ -1,0 +1,187 @@
+"""How a client reaches results: in the store itself, or through Redis when the store is on another machine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from lenspool import keys
+from lenspool.card import ModelCard
+from lenspool.job import GENERATION, Request, closed
+from lenspool.queue import JobQueue
+from lenspool.result import Reader
+from lenspool_cache import CacheError, Store, inline
+from lenspool_cache import ranges as rg
+from lenspool_cache.ranges import OpenRange, Range
+
+
+@dataclass
+class Found:
+    """What is there for a request.
+
+    Attributes
+    ----------
+    missing
+        Hook -> ranges that are not there; empty together with `complete=True`.
+    length
+        Number of positions that have activations; None for a generation that has not run.
+    """
+
+    complete: bool
+    missing: dict[str, list[OpenRange]] = field(default_factory=dict)
+    length: int | None = None
+    generation: dict[str, Any] | None = None
+    reader: Reader | None = None
+
+    def ranges(self, request: Request) -> list[Range]:
+        """The request's ranges with their end."""
+        assert self.length is not None
+        return closed(request.ranges, self.length)
+
+
+class Access(Protocol):
+    """Where a client looks for results and leaves arrays."""
+
+    async def find(self, request: Request, *, ran: bool) -> Found:
+        """What is there for a request; `ran` says that its job has finished."""
+        ...
+
+    async def put_array(self, digest: str, array: np.ndarray) -> None:
+        """Leave an array where workers find it by its digest."""
+        ...
+
+    def close(self) -> None:
+        """Release files."""
+        ...
+
+
+def parse_generation(rows: np.ndarray) -> dict[str, Any]:
+    """The generation entry: JSON bytes in a column of uint8."""
+    document: dict[str, Any] = json.loads(rows.tobytes())
+    return document
+
+
+class StoreAccess:
+    """The client opens the store's files itself (same host or shared directory)."""
+
+    def __init__(self, store: Store, fallback: RedisAccess) -> None:
+        self.store = store
+        self._fallback = fallback
+
+    async def find(self, request: Request, *, ran: bool) -> Found:
+        return await asyncio.to_thread(self._find, request)
+
+    def _find(self, request: Request) -> Found:
+        run = request.run
+        names = [*request.hooks, *([GENERATION] if request.sampling is not None else [])]
+        segments = self.store.lookup(run, names)
+        length, generation = len(request.tokens), None
+        if request.sampling is not None:
+            if GENERATION not in segments:
+                return Found(False, {name: list(request.ranges) for name in request.hooks})
+            generation = parse_generation(self.store.read(segments[GENERATION][0]))
+            length += len(generation["token_ids"]) - 1
+        wanted = closed(request.ranges, length)
+        missing: dict[str, list[OpenRange]] = {}
+        for name in request.hooks:
+            gap = rg.subtract(wanted, rg.merge(s.range for s in segments.get(name, ())))
+            if gap:
+                missing[name] = list(gap)
+        if missing:
+            return Found(False, missing, length, generation)
+        return Found(True, {}, length, generation, lambda name: self.store.rows(run, name, wanted))
+
+    async def put_array(self, digest: str, array: np.ndarray) -> None:
+        if self.store.read_only:
+            await self._fallback.put_array(digest, array)
+        else:
+            await asyncio.to_thread(self.store.put_array, array)
+
+    def close(self) -> None:
+        self.store.close()
+
+
+class RedisAccess:
+    """Results ride through Redis as HDF5 bytes, up to a limit."""
+
+    ARRAY_TTL = 24 * 3600
+
+    def __init__(self, queue: JobQueue, limit: int) -> None:
+        self._queue = queue
+        self._limit = limit
+
+    async def find(self, request: Request, *, ran: bool) -> Found:
+        if not ran:
+            return Found(False, {name: list(request.ranges) for name in request.hooks})
+        run, length, generation = request.run, len(request.tokens), None
+        if request.sampling is not None:
+            column = (await self._fetch(request.card, run.document, {GENERATION: [[0, None]]}))[GENERATION]
+            generation = parse_generation(column)
+            length += len(generation["token_ids"]) - 1
+        wanted = closed(request.ranges, length)
+        arrays: dict[str, np.ndarray] = {}
+        if request.hooks and wanted:
+            names = {name: [list(r) for r in wanted] for name in request.hooks}
+            arrays = await self._fetch(request.card, run.document, names)
+        return Found(True, {}, length, generation, arrays.__getitem__)
+
+    async def _fetch(self, card: ModelCard, run: Mapping[str, Any], names: Mapping[str, Any]) -> dict[str, np.ndarray]:
+        document = {
+            "v": 1,
+            "kind": "fetch",
+            "model": card.id,
+            "run": dict(run),
+            "names": dict(names),
+            "limit": self._limit,
+            "nonce": uuid.uuid4().hex,
+        }
+        answer = await self._queue.submit(card.id, document).result()
+        data = await self._queue.redis.getdel(keys.blob(answer["blob"]))
+        if data is None:
+            raise CacheError("the rows expired in Redis before they were read")
+        return inline.from_bytes(data)
+
+    async def put_array(self, digest: str, array: np.ndarray) -> None:
+        await self._queue.redis.set(keys.array(digest), inline.to_bytes({"array": array}), ex=self.ARRAY_TTL)
+
+    def close(self) -> None:
+        return None
+
+
+def open_access(queue: JobQueue, card: ModelCard, folder: str | Path | Literal[False] | None, limit: int) -> Access:
+    """Choose the way to the results of a model.
+
+    The store's folder is the one given, else the one that the worker names, if it exists here and is the same store;
+    with `False` no folder is tried.
+
+    Raises
+    ------
+    CacheError
+        A folder was given, and it is not the store that the worker writes to.
+    """
+    through_redis = RedisAccess(queue, limit)
+    if folder is False:
+        return through_redis
+    path = Path(folder) if folder is not None else Path(card.store_path)
+    if folder is None and not (card.store_path and (path / "store.json").is_file()):
+        return through_redis
+    try:
+        store = Store(path, read_only=not os.access(path, os.W_OK))
+    except CacheError:
+        if folder is not None:
+            raise
+        return through_redis
+    if store.id == card.store_id:
+        return StoreAccess(store, through_redis)
+    store.close()
+    if folder is not None:
+        raise CacheError(f"{folder} is another store than the one that {card.name}'s worker writes to")
+    return through_redis

@@ -1,0 +1,149 @@
+"""The worker's check of a job document, as strict as if a stranger had written it into the queue."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from lenspool.card import ModelCard
+from lenspool.errors import InvalidJob, UnknownHook, UnsupportedHook
+from lenspool.interventions import OPS
+from lenspool.job import VERSION, check_tokens
+from lenspool.sampling import check_integer, sampling_document
+
+KINDS = ("capture", "generate", "fetch")
+
+_DIGEST = re.compile("[0-9a-f]{64}")
+_FIELDS = {"v", "kind", "model", "tokens", "captures", "interventions", "sampling", "nonce"}
+_OP_FIELDS: dict[str, set[str]] = {
+    "zero": set(),
+    "scale": {"factor"},
+    "add": {"value", "coefficient"},
+    "set": {"value"},
+}
+
+
+def check(document: Any, card: ModelCard) -> None:
+    """Check a document against the card of the model that is to run it.
+
+    Raises
+    ------
+    InvalidJob
+        Or a subclass, naming the field.
+    """
+    if not isinstance(document, dict):
+        raise InvalidJob("document", f"got {type(document).__name__}", "a JSON object")
+    if document.get("v") != VERSION:
+        raise InvalidJob("v", f"document version {document.get('v')!r}", f"version {VERSION}")
+    kind = document.get("kind")
+    if kind not in KINDS:
+        raise InvalidJob("kind", f"got {kind!r}", ", ".join(KINDS))
+    if document.get("model") != card.id:
+        raise InvalidJob("model", f"the job is for {document.get('model')!r}", card.id)
+    if kind == "fetch":
+        _check_fetch(document)
+        return
+    if extra := set(document) - _FIELDS:
+        raise InvalidJob("document", f"unknown fields {sorted(extra)}", ", ".join(sorted(_FIELDS)))
+    tokens = document.get("tokens")
+    if not isinstance(tokens, list) or not tokens or not all(type(t) is int for t in tokens):
+        raise InvalidJob("tokens", "not a list of ints, or empty", "at least one token id")
+    check_tokens(tokens, card)
+    sampling = document.get("sampling")
+    if (kind == "generate") != isinstance(sampling, dict):
+        raise InvalidJob("sampling", f"got {sampling!r} for a {kind}", "an object for generate, null for capture")
+    if isinstance(sampling, dict):
+        try:
+            normal = sampling_document(**sampling)
+        except TypeError as error:
+            raise InvalidJob("sampling", str(error)) from None
+        if normal != sampling:
+            raise InvalidJob("sampling", f"got {sampling!r}", f"the canonical form {normal!r}")
+    length = len(tokens) + (sampling["max_tokens"] if sampling else 1)
+    if length > card.max_model_len:
+        raise InvalidJob("tokens", f"prompt and generation take {length} tokens", f"max_model_len {card.max_model_len}")
+    if not isinstance(document.get("nonce", ""), str):
+        raise InvalidJob("nonce", "not a string")
+    _check_captures(document.get("captures"), card, len(tokens), generating=kind == "generate")
+    _check_interventions(document.get("interventions"), card, len(tokens), generating=kind == "generate")
+
+
+def _check_fetch(document: Mapping[str, Any]) -> None:
+    if not isinstance(document.get("run"), dict):
+        raise InvalidJob("run", "not a run document", "a JSON object")
+    names = document.get("names")
+    if not isinstance(names, dict) or not names:
+        raise InvalidJob("names", "not an object of entry name -> ranges", "at least one")
+    for name, ranges in names.items():
+        _check_ranges(ranges, f"names.{name}", None)
+    check_integer("limit", document.get("limit"), 1, None)
+
+
+def _check_captures(captures: Any, card: ModelCard, n_prompt: int, *, generating: bool) -> None:
+    if not isinstance(captures, list):
+        raise InvalidJob("captures", "not a list", "a list of {hooks, ranges}")
+    seen: set[str] = set()
+    for i, group in enumerate(captures):
+        if not isinstance(group, dict) or not isinstance(group.get("hooks"), list):
+            raise InvalidJob(f"captures[{i}]", "not an object with hooks and ranges")
+        for name in group["hooks"]:
+            _check_hook(name, card, f"captures[{i}].hooks")
+            if name in seen:
+                raise InvalidJob(f"captures[{i}].hooks", f"{name} is asked for twice")
+            seen.add(name)
+        _check_ranges(group.get("ranges"), f"captures[{i}].ranges", None if generating else n_prompt, n_prompt)
+
+
+def _check_hook(name: Any, card: ModelCard, field: str) -> None:
+    if not isinstance(name, str) or name not in card.hooks:
+        raise UnknownHook(str(name), field=field)
+
+
+def _check_ranges(ranges: Any, field: str, end: int | None, n_prompt: int | None = None) -> None:
+    """Ranges must be sorted, disjoint ints from 0; `end` closes them, and then none may be open."""
+    allowed = "sorted, disjoint [start, stop) pairs" + (f" within 0..{end}" if end is not None else "")
+    last = 0
+    if not isinstance(ranges, list) or not ranges:
+        raise InvalidJob(field, "not a list, or empty", allowed)
+    for i, pair in enumerate(ranges):
+        if not isinstance(pair, list) or len(pair) != 2 or type(pair[0]) is not int or pair[0] < last:
+            raise InvalidJob(field, f"got {pair!r}", allowed)
+        start, stop = pair
+        if stop is None:
+            if end is not None or i + 1 < len(ranges):
+                raise InvalidJob(field, f"got the open range {pair!r}", allowed)
+            continue
+        closed = end if end is not None else n_prompt
+        if type(stop) is not int or stop <= start or (closed is not None and stop > closed):
+            raise InvalidJob(field, f"got {pair!r}", allowed)
+        last = stop
+
+
+def _check_interventions(interventions: Any, card: ModelCard, n_prompt: int, *, generating: bool) -> None:
+    if not isinstance(interventions, list):
+        raise InvalidJob("interventions", "not a list")
+    for i, item in enumerate(interventions):
+        at = f"interventions[{i}]"
+        if not isinstance(item, dict) or item.get("op") not in OPS:
+            raise InvalidJob(f"{at}.op", f"got {item!r}", ", ".join(OPS))
+        if set(item) != {"hook", "op", "ranges"} | _OP_FIELDS[item["op"]]:
+            raise InvalidJob(
+                at, f"has the fields {sorted(item)}", f"hook, op, ranges, {sorted(_OP_FIELDS[item['op']])}"
+            )
+        _check_hook(item.get("hook"), card, f"{at}.hook")
+        if not card.hooks[item["hook"]].editable:
+            raise UnsupportedHook(item["hook"], "it can be captured but not edited", field=f"{at}.hook")
+        _check_ranges(item.get("ranges"), f"{at}.ranges", None if generating else n_prompt, n_prompt)
+        numbers = {"scale": ["factor"], "add": ["coefficient"]}.get(item["op"], [])
+        value = item.get("value")
+        if item["op"] in ("add", "set") and not isinstance(value, dict):
+            numbers = [*numbers, "value"]
+        for field in numbers:
+            if type(item.get(field)) is not float or not math.isfinite(item[field]):
+                raise InvalidJob(f"{at}.{field}", f"got {item.get(field)!r}", "a finite float")
+        if isinstance(value, dict):
+            digest = value.get("array")
+            if set(value) != {"array"} or not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
+                raise InvalidJob(f"{at}.value", f"got {value!r}", 'a number or {"array": <64 hex digits>}')

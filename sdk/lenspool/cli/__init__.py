@@ -1,0 +1,5 @@
+"""The command line: `lenspool up|worker|demo-model|status|models|hooks|capture|generate`."""
+
+from lenspool.cli.main import app
+
+__all__ = ["app"]

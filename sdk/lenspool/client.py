@@ -1,0 +1,373 @@
+"""The async client: `await client.capture(prompt, hooks)`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self, TypeVar
+
+import numpy as np
+
+from lenspool import keys
+from lenspool.access import Access, Found, open_access
+from lenspool.card import HookInfo, ModelCard
+from lenspool.errors import DeadlineExceeded, InvalidJob, UnknownModel
+from lenspool.interventions import ArrayRef, Intervention, as_float32
+from lenspool.job import Request, prepare
+from lenspool.queue import JobQueue, JobTicket
+from lenspool.result import Capture, Generation
+from lenspool.sampling import sampling_document
+from lenspool.tokenizer import Tokenizer
+from lenspool_cache import CacheError
+from lenspool_cache import ranges as rg
+from lenspool_cache.keys import array_digest
+
+Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int] | np.ndarray
+"""Text, chat messages, or token ids (taken verbatim)."""
+
+Interventions = Intervention | Iterable[Intervention]
+ResultT = TypeVar("ResultT", Capture, Generation)
+
+_ATTEMPTS = 3
+"""How often a job is sent when the store loses its rows between their writing and their reading (eviction)."""
+
+
+class Client:
+    """A connection to a pool.
+
+    Parameters
+    ----------
+    url
+        Redis: `redis://`, `rediss://` or `unix://`; default `LENSPOOL_REDIS`, then `redis://localhost:6379`.
+    model
+        Name (or id) of a served model; default `LENSPOOL_MODEL`; may be left out when the pool serves just one.
+    store
+        Folder of the pool's store; default `LENSPOOL_STORE`, then the folder that the worker names, when that is
+        reachable from here. Without a reachable store, or with `store=False`, results ride through Redis.
+    inline_limit
+        Largest result, in bytes, that may ride through Redis.
+    patience
+        Seconds for which a call waits for a broker or a worker that is gone before it raises `PoolUnavailable`.
+    """
+
+    def __init__(
+        self,
+        url: str | None = None,
+        *,
+        model: str | None = None,
+        store: str | Path | Literal[False] | None = None,
+        inline_limit: int = 16 * 2**20,
+        patience: float = 120.0,
+    ) -> None:
+        self.url = url or os.environ.get("LENSPOOL_REDIS") or "redis://localhost:6379"
+        self.model = model or os.environ.get("LENSPOOL_MODEL")
+        self._store = os.environ.get("LENSPOOL_STORE") if store is None else store
+        self._inline_limit = inline_limit
+        self._queue = JobQueue(self.url, patience=patience)
+        self._ready: tuple[ModelCard, Tokenizer | None, Access] | None = None
+        self._connecting = asyncio.Lock()
+
+    async def __aenter__(self) -> Self:
+        await self._queue.open()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Cancel what this client still waits for, and close its connections and files."""
+        await self._queue.close()
+        if self._ready is not None:
+            self._ready[2].close()
+            self._ready = None
+
+    async def models(self) -> list[ModelCard]:
+        """Cards of the models that live workers serve, one per model id."""
+        cards = {card.id: card for card in map(ModelCard.from_dict, await self._published())}
+        return sorted(cards.values(), key=lambda card: card.id)
+
+    async def _published(self) -> list[dict[str, Any]]:
+        """What every live worker says of itself."""
+        names = await self._queue.redis.zrangebyscore(keys.CARDS, time.time(), "+inf")
+        found = await self._queue.redis.mget([keys.card(name.decode()) for name in names]) if names else []
+        return [json.loads(raw) for raw in found if raw]
+
+    async def card(self) -> ModelCard:
+        """The card of this client's model.
+
+        Raises
+        ------
+        UnknownModel
+            No live worker serves it, or no model was named and the pool serves none or several.
+        """
+        return (await self._connect())[0]
+
+    async def status(self) -> list[dict[str, Any]]:
+        """Per served model: jobs queued, running, finished and failed, and what its live workers say of themselves.
+
+        Returns
+        -------
+        list[dict]
+            `model`, `queued`, `running`, `finished`, `failed` (counts of RQ's queue and registries), and `workers`,
+            each with `name` and the engine's counters: `time` (Unix, when they were read), `steps`, `tokens`, ...
+        """
+        workers: dict[str, list[dict[str, Any]]] = {}
+        for document in await self._published():
+            entry = {"name": document["worker"], **document.get("stats", {})}
+            workers.setdefault(document["id"], []).append(entry)
+        return [{"model": m, "workers": w, **await self._queue.counts(m)} for m, w in sorted(workers.items())]
+
+    async def hooks(self) -> list[HookInfo]:
+        """Hooks that the model serves, in network order, with widths."""
+        return list((await self.card()).hooks.values())
+
+    async def put(self, array: Any) -> ArrayRef:
+        """Leave an array in the pool, by content hash, to be used in any number of interventions.
+
+        Parameters
+        ----------
+        array
+            Array-like of finite numbers; kept as float32.
+        """
+        values = as_float32(array, "array")
+        digest = array_digest(values)
+        await (await self._connect())[2].put_array(digest, values)
+        return ArrayRef(digest, values.shape)
+
+    async def capture(
+        self,
+        prompt: Prompt,
+        hooks: str | Iterable[str],
+        *,
+        positions: Any = "all",
+        interventions: Interventions = (),
+        timeout: float | None = None,
+    ) -> Capture:
+        """Activations of a prompt.
+
+        Parameters
+        ----------
+        prompt
+            Text, chat messages, or token ids.
+        hooks
+            Names, aliases, short forms or globs: `"blocks.*.hook_resid_post"`, `"resid_post.5"`, `"logits"`.
+        positions
+            `"all"`, `"last"`, an int, a list of ints, a slice; see `lenspool.positions`.
+        interventions
+            Edits made during the run; captures show the edited values.
+        timeout
+            Seconds until `DeadlineExceeded`; None waits as long as the pool lives.
+
+        Returns
+        -------
+        Capture
+            Arrays `[rows, width]` by hook name.
+
+        Raises
+        ------
+        InvalidJob
+            An argument is wrong; nothing was queued.
+        PoolUnavailable, DeadlineExceeded, EngineFailed, WorkerLost, CacheError
+            See `lenspool.errors`.
+        """
+        card, tokenizer, _ = await self._connect()
+        request = prepare(card, tokenizer, prompt, hooks, positions, interventions)
+        return await self._answer(request, Capture, timeout)
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        *,
+        max_tokens: int = 16,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        seed: int | None = None,
+        stop: str | Iterable[str] = (),
+        ignore_eos: bool = False,
+        hooks: str | Iterable[str] = (),
+        positions: Any = "all",
+        interventions: Interventions = (),
+        timeout: float | None = None,
+    ) -> Generation:
+        """Generate, with activations and edits in prefill and decode.
+
+        Greedy and seeded generations are stored like captures; sampling without a seed always runs anew.
+
+        Parameters
+        ----------
+        prompt, hooks, interventions, timeout
+            As in `capture`.
+        max_tokens, temperature, top_p, top_k, seed, stop, ignore_eos
+            Sampling; `temperature=0` is greedy, `top_k=0` is off.
+        positions
+            Also `"prompt"` and `"generated"`; `"all"` is both.
+
+        Returns
+        -------
+        Generation
+        """
+        card, tokenizer, _ = await self._connect()
+        sampling = sampling_document(
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            seed=seed,
+            stop=stop,
+            ignore_eos=ignore_eos,
+        )
+        if sampling["stop"] and tokenizer is None:
+            raise InvalidJob("stop", f"{card.name} was served without a tokenizer", "no stop strings")
+        request = prepare(card, tokenizer, prompt, hooks, positions, interventions, sampling)
+        return await self._answer(request, Generation, timeout)
+
+    async def map(
+        self,
+        prompts: Iterable[Prompt],
+        hooks: str | Iterable[str],
+        *,
+        concurrency: int = 256,
+        ordered: bool = True,
+        return_exceptions: bool = False,
+        **options: Any,
+    ) -> AsyncIterator[Any]:
+        """Capture many prompts, at most `concurrency` at a time; prompts are drawn as results are taken.
+
+        Yields
+        ------
+        Capture
+            In the order of the prompts, or as they finish when `ordered=False`. With `return_exceptions=True` an error
+            takes its result's place, otherwise it is raised and the rest is cancelled.
+        """
+        names = [hooks] if isinstance(hooks, str) else list(hooks)
+        source, running = iter(prompts), list[asyncio.Task[Capture]]()
+        try:
+            while True:
+                while len(running) < concurrency and (prompt := next(source, None)) is not None:
+                    running.append(asyncio.create_task(self.capture(prompt, names, **options)))
+                if not running:
+                    return
+                done = running[0]
+                if ordered:
+                    await asyncio.wait([done])
+                else:
+                    done = next(iter((await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED))[0]))
+                running.remove(done)
+                error = done.exception()
+                if error is None:
+                    yield done.result()
+                elif return_exceptions:
+                    yield error
+                else:
+                    raise error
+        finally:
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+
+    async def _connect(self) -> tuple[ModelCard, Tokenizer | None, Access]:
+        async with self._connecting:
+            if self._ready is None:
+                card = self._choose(await self.models())
+                tokenizer = None
+                if card.tokenizer is not None:
+                    blob = await self._queue.redis.get(keys.tokenizer(card.tokenizer))
+                    if blob is None:
+                        raise UnknownModel(card.name, [])
+                    tokenizer = await asyncio.to_thread(Tokenizer, json.loads(blob))
+                access = await asyncio.to_thread(open_access, self._queue, card, self._store, self._inline_limit)
+                self._ready = card, tokenizer, access
+            return self._ready
+
+    def _choose(self, cards: list[ModelCard]) -> ModelCard:
+        fitting = [card for card in cards if self.model in (None, card.name, card.id)]
+        if len(fitting) == 1:
+            return fitting[0]
+        if not fitting:
+            raise UnknownModel(self.model or "a model", sorted({card.name for card in cards}))
+        raise InvalidJob("model", "several models fit" if self.model else "no model was named", _ids(fitting))
+
+    async def _answer(self, request: Request, result: type[ResultT], timeout: float | None) -> ResultT:
+        """Look in the store, run what is missing, and open the result."""
+        assert self._ready is not None
+        _, tokenizer, access = self._ready
+        found = await access.find(request, ran=False)
+        job: dict[str, Any] = {}
+        began = time.monotonic()
+        for attempt in range(_ATTEMPTS):
+            if found.complete:
+                break
+            await asyncio.gather(*(access.put_array(digest, a) for digest, a in request.arrays.items()))
+            ticket = self._queue.submit(request.card.id, request.document(found.missing), fresh=attempt > 0)
+            job = await _wait(ticket, timeout)
+            found = await access.find(request, ran=True)
+        if not found.complete:
+            raise CacheError(f"the rows of {request.run} were computed {_ATTEMPTS} times, and are not in the store")
+        return _result(request, result, found, tokenizer, job, time.monotonic() - began)
+
+
+def _ids(cards: Iterable[ModelCard]) -> str:
+    return ", ".join(card.id for card in cards)
+
+
+async def _wait(ticket: JobTicket, timeout: float | None) -> dict[str, Any]:
+    """Await a job; at the deadline say where it stood, and give it up."""
+    waiting = asyncio.ensure_future(ticket.result())
+    try:
+        done, _ = await asyncio.wait([waiting], timeout=timeout)
+        if not done:
+            stage = "run" if await ticket.status() == "started" else "queue"
+            raise DeadlineExceeded(stage, timeout or 0.0, job_id=ticket.id)
+        return waiting.result()
+    finally:
+        if not waiting.done():
+            waiting.cancel()
+            await asyncio.gather(waiting, return_exceptions=True)
+
+
+def _result(
+    request: Request,
+    result: type[ResultT],
+    found: Found,
+    tokenizer: Tokenizer | None,
+    job: Mapping[str, Any],
+    seconds: float,
+) -> ResultT:
+    """Put a result object together from what was found."""
+    assert found.reader is not None
+    ranges = found.ranges(request)
+    rows = rg.count(ranges) * len(request.hooks)
+    computed = min(int(job.get("computed_rows", 0)), rows)
+    run_s = float(job.get("run_s", 0.0))
+    provenance = {
+        "model": request.card.id,
+        **request.card.context["numerics"],
+        "computed_rows": computed,
+        "reused_rows": rows - computed,
+        "queue_s": max(seconds - run_s, 0.0) if job else 0.0,
+        "run_s": run_s,
+        "worker": job.get("worker"),
+        "keys": {name: request.run.entry(name).hex() for name in request.hooks},
+    }
+    rest: dict[str, Any] = {
+        "hooks": request.hooks,
+        "positions": np.array(rg.positions(ranges), dtype=np.int64),
+        "reader": found.reader,
+        "cached": not job or (computed == 0 and not job.get("generated", False)),
+        "provenance": provenance,
+    }
+    if found.generation is not None:
+        ids = [*request.tokens, *found.generation["token_ids"]]
+        rest |= {"generation": found.generation, "prompt": request.tokens}
+    else:
+        ids = request.tokens
+        rest["token_ids"] = ids
+    return result(request.card, tokens=tokenizer.tokens(ids) if tokenizer else None, **rest)

@@ -1,0 +1,171 @@
+"""Requests: from a call's arguments to a checked job document and the content key of its run.
+
+`prepare` is what the client does before anything is queued. `lenspool.checks` is its twin on the worker's side.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from lenspool import hooks as hk
+from lenspool import positions as ps
+from lenspool.card import ModelCard
+from lenspool.errors import InvalidJob
+from lenspool.interventions import to_documents
+from lenspool.tokenizer import Tokenizer
+from lenspool_cache import Run, canonical_json
+from lenspool_cache import ranges as rg
+from lenspool_cache.ranges import OpenRange, Range
+
+VERSION = 1
+GENERATION = "generation"
+"""Name of the store entry that holds the token ids and the text of a generation."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """A checked request.
+
+    Attributes
+    ----------
+    hooks
+        Canonical names in network order.
+    ranges
+        Positions to capture; the last range of a generation may be open.
+    arrays
+        Digest -> array that the job needs and that may have to be sent first.
+    nonce
+        Set when the answer must not be reused (sampling without a seed).
+    """
+
+    card: ModelCard
+    tokens: list[int]
+    hooks: list[str]
+    ranges: list[OpenRange]
+    interventions: list[dict[str, Any]]
+    arrays: dict[str, np.ndarray]
+    sampling: dict[str, Any] | None = None
+    nonce: str | None = None
+
+    @property
+    def run(self) -> Run:
+        """Identity of the computation in the store."""
+        return run_of(self.document({}), self.card.context)
+
+    def document(self, missing: Mapping[str, Sequence[OpenRange]]) -> dict[str, Any]:
+        """Job document that asks for the given rows of this request: hook -> ranges."""
+        groups: dict[tuple[OpenRange, ...], list[str]] = {}
+        for name, wanted in missing.items():
+            groups.setdefault(tuple(wanted), []).append(name)
+        document = {
+            "v": VERSION,
+            "kind": "capture" if self.sampling is None else "generate",
+            "model": self.card.id,
+            "tokens": self.tokens,
+            "captures": [{"hooks": names, "ranges": [list(r) for r in wanted]} for wanted, names in groups.items()],
+            "interventions": self.interventions,
+            "sampling": self.sampling,
+        }
+        return document if self.nonce is None else {**document, "nonce": self.nonce}
+
+
+def job_id(document: Mapping[str, Any]) -> str:
+    """Id of a job by its content: equal documents are one job."""
+    return hashlib.sha256(canonical_json(document)).hexdigest()[:40]
+
+
+def run_of(document: Mapping[str, Any], context: Mapping[str, Any]) -> Run:
+    """The run that a capture or generate document belongs to, in a model context."""
+    run = {"v": VERSION, "context": context, **{k: document[k] for k in ("tokens", "interventions", "sampling")}}
+    return Run({**run, "nonce": document["nonce"]} if "nonce" in document else run)
+
+
+def prepare(
+    card: ModelCard,
+    tokenizer: Tokenizer | None,
+    prompt: Any,
+    hooks: Any,
+    positions: Any = "all",
+    interventions: Any = (),
+    sampling: dict[str, Any] | None = None,
+) -> Request:
+    """Check a call's arguments and make them a request.
+
+    Raises
+    ------
+    InvalidJob
+        Or a subclass; nothing has been queued.
+    """
+    tokens = tokenize(card, tokenizer, prompt)
+    room = card.max_model_len - (sampling["max_tokens"] if sampling else 1)
+    if len(tokens) > room:
+        more = f" with max_tokens={sampling['max_tokens']}" if sampling else ""
+        raise InvalidJob(
+            "prompt", f"has {len(tokens)} tokens", f"at most {room}{more} (max_model_len {card.max_model_len})"
+        )
+    generating = sampling is not None
+    names = hk.resolve(hooks, card)
+    if not names and not generating:
+        raise InvalidJob("hooks", "no hook was asked for", "at least one hook name")
+    wanted = ps.resolve(positions, len(tokens), generating=generating)
+    edits, arrays = to_documents(interventions, card, len(tokens), generating=generating)
+    random = sampling is not None and sampling["temperature"] > 0 and sampling["seed"] is None
+    return Request(card, tokens, names, wanted, edits, arrays, sampling, uuid.uuid4().hex if random else None)
+
+
+def tokenize(card: ModelCard, tokenizer: Tokenizer | None, prompt: Any) -> list[int]:
+    """Token ids of a prompt: text, chat messages or token ids (taken verbatim).
+
+    Raises
+    ------
+    InvalidJob
+        Empty, of another type, or a token id outside the vocabulary.
+    """
+    allowed = "text, a list of messages, or a list of token ids"
+    if hasattr(prompt, "tolist"):
+        prompt = prompt.tolist()
+    if not isinstance(prompt, (str, list, tuple)):
+        raise InvalidJob("prompt", f"got {type(prompt).__name__}", allowed)
+    if len(prompt) == 0:
+        raise InvalidJob("prompt", "is empty", allowed)
+    if isinstance(prompt, str) or isinstance(prompt[0], Mapping):
+        if tokenizer is None:
+            raise InvalidJob("prompt", f"{card.name} was served without a tokenizer", "a list of token ids")
+        tokens = tokenizer.encode(prompt) if isinstance(prompt, str) else tokenizer.chat(prompt)
+        if not tokens:
+            raise InvalidJob("prompt", "has no tokens", allowed)
+    else:
+        tokens = _token_ids(prompt)
+    check_tokens(tokens, card)
+    return tokens
+
+
+def _token_ids(prompt: Sequence[Any]) -> list[int]:
+    out = []
+    for i, item in enumerate(prompt):
+        if isinstance(item, bool):
+            raise InvalidJob(f"prompt[{i}]", f"got {item!r}", "token ids are ints")
+        try:
+            out.append(operator.index(item))
+        except TypeError:
+            raise InvalidJob(f"prompt[{i}]", f"got {item!r}", "token ids are ints") from None
+    return out
+
+
+def check_tokens(tokens: Sequence[int], card: ModelCard) -> None:
+    """Refuse token ids outside the vocabulary."""
+    for i, token in enumerate(tokens):
+        if not 0 <= token < card.vocab_size:
+            raise InvalidJob(f"prompt[{i}]", f"token id {token} is outside the vocabulary", f"0..{card.vocab_size - 1}")
+
+
+def closed(ranges: Sequence[OpenRange], length: int) -> list[Range]:
+    """Ranges of a request once the number of positions with activations is known."""
+    return rg.close(ranges, length)

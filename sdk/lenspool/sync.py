@@ -1,0 +1,123 @@
+"""The client for scripts without asyncio: the same calls, each waiting for its answer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Coroutine, Iterable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from lenspool import client as aio
+from lenspool import local
+from lenspool.card import HookInfo, ModelCard
+from lenspool.interventions import ArrayRef
+from lenspool.result import Capture, Generation
+
+T = TypeVar("T")
+
+
+class _Loop:
+    """An event loop in a thread of its own."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="lenspool", daemon=True)
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine there and wait for it; an interrupt of the waiting cancels it."""
+        with contextlib.suppress(RuntimeError):
+            asyncio.get_running_loop()
+            work.close()
+            raise TypeError("lenspool.sync was called inside a running event loop: use lenspool.Client and await")
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+class Client:
+    """The sync twin of `lenspool.Client`; the same arguments."""
+
+    def __init__(self, url: str | None = None, **options: Any) -> None:
+        self._loop = _Loop()
+        self._client = aio.Client(url, **options)
+
+    def __enter__(self) -> Self:
+        self._loop.run(self._client.__aenter__())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self._loop.run(self._client.close())
+        finally:
+            self._loop.close()
+
+    def models(self) -> list[ModelCard]:
+        """See `lenspool.Client.models`."""
+        return self._loop.run(self._client.models())
+
+    def card(self) -> ModelCard:
+        """See `lenspool.Client.card`."""
+        return self._loop.run(self._client.card())
+
+    def hooks(self) -> list[HookInfo]:
+        """See `lenspool.Client.hooks`."""
+        return self._loop.run(self._client.hooks())
+
+    def put(self, array: Any) -> ArrayRef:
+        """See `lenspool.Client.put`."""
+        return self._loop.run(self._client.put(array))
+
+    def capture(self, prompt: aio.Prompt, hooks: str | Iterable[str], **options: Any) -> Capture:
+        """See `lenspool.Client.capture`."""
+        return self._loop.run(self._client.capture(prompt, hooks, **options))
+
+    def generate(self, prompt: aio.Prompt, **options: Any) -> Generation:
+        """See `lenspool.Client.generate`."""
+        return self._loop.run(self._client.generate(prompt, **options))
+
+    def map(self, prompts: Iterable[aio.Prompt], hooks: str | Iterable[str], **options: Any) -> Iterator[Any]:
+        """See `lenspool.Client.map`."""
+        results = self._client.map(prompts, hooks, **options)
+
+        async def step() -> tuple[bool, Any]:
+            try:
+                return True, await anext(results)
+            except StopAsyncIteration:
+                return False, None
+
+        try:
+            while (item := self._loop.run(step()))[0]:
+                yield item[1]
+        finally:
+            self._loop.run(results.aclose())  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def connect_local(model: str | Path, **options: Any) -> Iterator[Client]:
+    """The sync twin of `lenspool.connect_local`; the same arguments."""
+    loop = _Loop()
+    context = local.connect_local(model, **options)
+    try:
+        inner = loop.run(context.__aenter__())
+        client = Client.__new__(Client)
+        client._loop, client._client = loop, inner
+        try:
+            yield client
+        finally:
+            loop.run(context.__aexit__(None, None, None))
+    finally:
+        loop.close()

@@ -1,0 +1,113 @@
+"""Tokenizing on the client, exactly as the model's own tokenizer does, without transformers.
+
+A worker publishes its tokenizer as a JSON blob: the state of the fast tokenizer, the special tokens and the chat
+template. Text is encoded with the tokenizer's own special tokens (BOS where it adds one); a chat is rendered by the
+template, which writes its special tokens itself, and encoded without adding any.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+from tokenizers import Tokenizer as FastTokenizer
+
+from lenspool.errors import InvalidJob
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """`{% generation %}...{% endgeneration %}`: marks the assistant's part in some templates; prints its body."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.Scope(body, lineno=line)
+
+
+def _raise_exception(message: str) -> str:
+    raise jinja2.TemplateError(message)
+
+
+def _tojson(value: Any, indent: int | None = None, **options: Any) -> str:
+    return json.dumps(value, ensure_ascii=options.pop("ensure_ascii", False), indent=indent, **options)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.datetime.now().strftime(form)
+
+
+def _environment() -> jinja2.Environment:
+    """Jinja as transformers sets it up, so that a template renders to the same text."""
+    env = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
+    )
+    env.filters["tojson"] = _tojson
+    env.globals["raise_exception"] = _raise_exception
+    env.globals["strftime_now"] = _strftime_now
+    return env
+
+
+class Tokenizer:
+    """A model's tokenizer, from the blob that its worker published.
+
+    Parameters
+    ----------
+    blob
+        `{"tokenizer": <tokenizer.json>, "chat_template": str | None, "special_tokens": {"bos_token": ...}}`.
+    """
+
+    def __init__(self, blob: Mapping[str, Any]) -> None:
+        self._fast = FastTokenizer.from_str(blob["tokenizer"])
+        self._fast.no_truncation()
+        self._fast.no_padding()
+        self._special = dict(blob.get("special_tokens") or {})
+        template = blob.get("chat_template")
+        self._template = _environment().from_string(template) if template else None
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text, with the special tokens that this tokenizer adds by itself."""
+        return list(self._fast.encode(text, add_special_tokens=True).ids)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of token ids, without special tokens."""
+        return str(self._fast.decode(list(token_ids), skip_special_tokens=True))
+
+    def tokens(self, token_ids: Sequence[int]) -> list[str]:
+        """Each token as text by itself, special tokens included; a part of a character shows as U+FFFD."""
+        return [str(self._fast.decode([int(t)], skip_special_tokens=False)) for t in token_ids]
+
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """Text of a chat by the model's template.
+
+        The prompt of the assistant's next turn is appended, unless the last message is the assistant's own.
+
+        Raises
+        ------
+        InvalidJob
+            No chat template, or the template refuses these messages.
+        """
+        if self._template is None:
+            raise InvalidJob("prompt", "the model has no chat template", "text or token ids")
+        for i, message in enumerate(messages):
+            if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
+                raise InvalidJob(f"prompt[{i}]", f"got {message!r}", 'messages like {"role": "user", "content": "Hi"}')
+        last = messages[-1]["role"] if messages else None
+        try:
+            return self._template.render(
+                messages=list(messages), add_generation_prompt=last != "assistant", tools=None, **self._special
+            )
+        except jinja2.TemplateError as error:
+            raise InvalidJob("prompt", f"the chat template refused the messages: {error}") from None
+
+    def chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Token ids of a chat: `render`, then encoded with no further special tokens."""
+        return list(self._fast.encode(self.render(messages), add_special_tokens=False).ids)

@@ -1,0 +1,181 @@
+"""What a worker does with one job document: reuse what the store has, run what is missing."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import redis.asyncio
+
+from lenspool import keys
+from lenspool.access import parse_generation
+from lenspool.card import ModelCard
+from lenspool.checks import check
+from lenspool.errors import CacheError, InvalidJob
+from lenspool.job import GENERATION, closed, run_of
+from lenspool_cache import Run, Store, inline
+from lenspool_cache import ranges as rg
+from lenspool_cache.codec import dtype_of
+from lenspool_cache.keys import array_digest
+from lenspool_cache.ranges import OpenRange
+from lenspool_worker.engine import CaptureGroup, Engine, EngineRequest
+
+BLOB_TTL = 300
+"""Seconds for which rows wait in Redis for a client without access to the store."""
+
+Wanted = dict[str, list[OpenRange]]
+
+
+class JobRunner:
+    """Runs job documents on an engine; the handler of the pool worker.
+
+    Parameters
+    ----------
+    engine, store
+        Where rows are computed, and where they go.
+    card
+        The card that jobs are checked against.
+    connection
+        Redis, for arrays and rows of clients that cannot reach the store.
+    """
+
+    def __init__(self, engine: Engine, store: Store, card: ModelCard, connection: redis.asyncio.Redis) -> None:
+        self._engine = engine
+        self._store = store
+        self._card = card
+        self._redis = connection
+
+    async def __call__(self, document: dict[str, Any], job_id: str) -> dict[str, Any]:
+        """Run one job.
+
+        Returns
+        -------
+        dict
+            For a capture or generation the counts of rows, seconds and the worker's name; for a fetch the name of the
+            blob in Redis.
+
+        Raises
+        ------
+        LenspoolError
+            The job fails alone.
+        """
+        check(document, self._card)
+        if document["kind"] == "fetch":
+            return await self._fetch(document, job_id)
+        run = run_of(document, self._card.context)
+        await self._arrays(document["interventions"])
+        wanted: Wanted = {
+            name: [(start, stop) for start, stop in group["ranges"]]
+            for group in document["captures"]
+            for name in group["hooks"]
+        }
+        tokens, sampling = document["tokens"], document["sampling"]
+        if sampling is not None:
+            generation = await asyncio.to_thread(self._generation, run)
+            if generation is not None:
+                # Rows that an earlier generation did not ask for: of the very tokens that it generated, in one prefill.
+                tokens, sampling = [*tokens, *generation["token_ids"][:-1]], None
+        total = 0
+        if sampling is None:
+            wanted = {name: list(closed(ranges, len(tokens))) for name, ranges in wanted.items()}
+            total = sum(rg.count(closed(ranges, len(tokens))) for ranges in wanted.values())
+            wanted = await asyncio.to_thread(self._missing, run, wanted)
+            if not wanted:
+                return self._answer(0, total, 0.0, generated=False)
+        request = EngineRequest(
+            job_id=job_id,
+            tokens=tokens,
+            captures=_groups(wanted),
+            interventions=_clipped(document["interventions"], len(tokens))
+            if sampling is None
+            else document["interventions"],
+            sampling=sampling,
+            run=run,
+        )
+        result = await self._engine.run(request)
+        return self._answer(
+            result.computed_rows, max(total - result.computed_rows, 0), result.run_s, generated=sampling is not None
+        )
+
+    def _answer(self, computed: int, reused: int, run_s: float, *, generated: bool) -> dict[str, Any]:
+        return {
+            "v": 1,
+            "computed_rows": computed,
+            "reused_rows": reused,
+            "run_s": round(run_s, 6),
+            "generated": generated,
+            "worker": self._card.worker,
+        }
+
+    def _generation(self, run: Run) -> dict[str, Any] | None:
+        segments = self._store.lookup(run, [GENERATION]).get(GENERATION)
+        return parse_generation(self._store.read(segments[0])) if segments else None
+
+    def _missing(self, run: Run, wanted: Wanted) -> Wanted:
+        """The part of the closed ranges that the store does not have."""
+        there = self._store.covered(run, wanted)
+        gaps = {name: rg.subtract(ranges, there.get(name, [])) for name, ranges in wanted.items()}  # type: ignore[arg-type]
+        return {name: list(gap) for name, gap in gaps.items() if gap}
+
+    async def _arrays(self, interventions: list[dict[str, Any]]) -> None:
+        """See to it that the store has every array that the job names, and that each fits its hook."""
+        for i, item in enumerate(interventions):
+            value = item.get("value")
+            if not isinstance(value, dict):
+                continue
+            digest, field = value["array"], f"interventions[{i}].value"
+            if not self._store.has_array(digest):
+                data = await self._redis.get(keys.array(digest))
+                if data is None:
+                    raise InvalidJob(
+                        field, f"the pool does not have the array {digest[:16]}", "send it with Client.put"
+                    )
+                array = inline.from_bytes(data)["array"]
+                if array_digest(array) != digest:
+                    raise InvalidJob(field, f"the array sent as {digest[:16]} has other contents")
+                await asyncio.to_thread(self._store.put_array, array)
+
+    async def _fetch(self, document: dict[str, Any], job_id: str) -> dict[str, Any]:
+        """Leave stored rows in Redis as HDF5 bytes."""
+        run = Run(document["run"])
+        data = await asyncio.to_thread(self._pack, run, document["names"], document["limit"])
+        await self._redis.set(keys.blob(job_id), data, ex=BLOB_TTL)
+        return {"v": 1, "blob": job_id, "bytes": len(data)}
+
+    def _pack(self, run: Run, names: dict[str, list[list[int | None]]], limit: int) -> bytes:
+        there = self._store.lookup(run, names)
+        chosen: dict[str, list[rg.Range]] = {}
+        size = 0
+        for name, ranges in names.items():
+            segments = there.get(name)
+            if not segments:
+                raise CacheError(f"the store has no rows of {name} for this run any more")
+            end = max(s.range[1] for s in segments)
+            chosen[name] = rg.close([(r[0], r[1]) for r in ranges if r[0] is not None], end)
+            size += rg.count(chosen[name]) * segments[0].width * dtype_of(segments[0].dtype).itemsize
+        if size > limit:
+            raise InvalidJob(
+                "inline_limit",
+                f"the answer has {size} bytes",
+                f"at most {limit} through Redis: ask for fewer hooks or positions, raise inline_limit, or give the "
+                "client the store's folder",
+            )
+        return inline.to_bytes({name: self._store.rows(run, name, ranges) for name, ranges in chosen.items()})
+
+
+def _groups(wanted: Wanted) -> tuple[CaptureGroup, ...]:
+    """Hooks that want the same rows, together."""
+    groups: dict[tuple[OpenRange, ...], list[str]] = {}
+    for name, ranges in wanted.items():
+        groups.setdefault(tuple(ranges), []).append(name)
+    return tuple(CaptureGroup(tuple(names), ranges) for ranges, names in groups.items())
+
+
+def _clipped(interventions: list[dict[str, Any]], length: int) -> list[dict[str, Any]]:
+    """Interventions of a run over known tokens: open ranges end with them, and what begins behind them is left out."""
+    out = []
+    for item in interventions:
+        ranges = rg.close([(start, stop) for start, stop in item["ranges"]], length)
+        if ranges:
+            out.append({**item, "ranges": [list(r) for r in ranges]})
+    return out

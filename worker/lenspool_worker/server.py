@@ -1,0 +1,198 @@
+"""A worker's life: engine, store, card and pool worker, from start to clean stop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import logging
+import os
+import socket
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlparse
+
+import redis
+import redis.asyncio
+
+from lenspool import keys
+from lenspool.card import ModelCard
+from lenspool.errors import EngineFailed, PoolUnavailable
+from lenspool_cache import Store
+from lenspool_worker.engine import Engine
+from lenspool_worker.fingerprint import fingerprint
+from lenspool_worker.jobs import JobRunner
+from lenspool_worker.model_card import make_card, model_name, tokenizer_blob
+from lenspool_worker.pool_worker import PoolWorker
+
+log = logging.getLogger(__name__)
+
+TOKENIZER_TTL = 24 * 3600
+_STATS_EVERY = 1.0
+_REFRESH = 60.0
+"""Seconds between two writings of the tokenizer: a Redis that came back empty has it again after one."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a worker is set up; belongs to who starts it, never to a job.
+
+    Attributes
+    ----------
+    model
+        Model folder, or the name of a model on the Hugging Face hub.
+    engine
+        Arguments of vLLM's `AsyncEngineArgs`, e.g. `{"max_num_batched_tokens": 64}`.
+    insecure
+        Accept a Redis on another machine without password and TLS.
+    """
+
+    model: str
+    redis: str
+    store: Path
+    name: str | None = None
+    engine: dict[str, Any] = field(default_factory=dict)
+    max_in_flight: int = 256
+    insecure: bool = False
+
+
+def refuse_open_redis(url: str) -> None:
+    """Refuse a Redis that anyone on the network could write jobs into.
+
+    Raises
+    ------
+    PoolUnavailable
+        The server is on another machine and the URL has no password.
+    """
+    parts = urlparse(url)
+    if parts.scheme == "unix" or parts.password or not parts.hostname:
+        return
+    with contextlib.suppress(ValueError):
+        if ipaddress.ip_address(parts.hostname).is_loopback:
+            return
+    if parts.hostname != "localhost":
+        raise PoolUnavailable(f"{parts.hostname} is a Redis without a password on another machine (allow: --insecure)")
+
+
+def model_folder(model: str) -> Path:
+    """The folder of a model: a path, or the snapshot of a hub model."""
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return folder.resolve()
+    if model.startswith((".", "/", "~")) or model.count("/") != 1:
+        raise EngineFailed(f"there is no model folder {model}")
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(model))
+
+
+@contextlib.asynccontextmanager
+async def started(settings: Settings) -> AsyncIterator[tuple[Engine, Store, ModelCard, bytes | None]]:
+    """A started engine with its store and card; stopped at the end."""
+    folder = model_folder(settings.model)
+    loop = asyncio.get_running_loop()
+    digest = loop.run_in_executor(None, fingerprint, folder)
+    blob = await loop.run_in_executor(None, tokenizer_blob, folder)
+    with Store(settings.store) as store:
+        engine = Engine(str(folder), store, settings.engine)
+        await engine.start()
+        try:
+            worker = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
+            card = make_card(
+                engine,
+                name=settings.name or model_name(folder),
+                fingerprint=await digest,
+                tokenizer=blob,
+                store=store,
+                worker=worker,
+            )
+            yield engine, store, card, blob
+        finally:
+            await engine.stop()
+
+
+async def serve(settings: Settings, ready: Callable[[ModelCard], None], stop: asyncio.Event) -> None:
+    """Run a worker until `stop` is set or SIGTERM or SIGINT arrives; running jobs finish or go back to the queue.
+
+    Raises
+    ------
+    EngineFailed
+        The engine did not start, or died while serving.
+    PoolUnavailable
+        Redis cannot be reached, or is open to strangers.
+    """
+    if not settings.insecure:
+        refuse_open_redis(settings.redis)
+    connection = redis.Redis.from_url(settings.redis)
+    try:
+        await asyncio.to_thread(connection.ping)
+    except redis.exceptions.RedisError as error:
+        raise PoolUnavailable(f"no Redis at {settings.redis}: {error}") from error
+    async with started(settings) as (engine, store, card, blob), redis.asyncio.Redis.from_url(settings.redis) as aredis:
+        published = card.to_dict()
+        worker = PoolWorker(
+            published,
+            JobRunner(engine, store, card, aredis),
+            connection=connection,
+            max_in_flight=settings.max_in_flight,
+        )
+        await _publish_tokenizer(aredis, card, blob)
+        helpers = [
+            asyncio.create_task(_keep_tokenizer(aredis, card, blob)),
+            asyncio.create_task(_stop_when(stop, worker)),
+            asyncio.create_task(_watch(engine, worker)),
+            asyncio.create_task(_keep_stats(engine, published)),
+        ]
+        announced = asyncio.create_task(_announce(aredis, card, ready))
+        try:
+            await worker.serve(signals=True)
+        finally:
+            for task in (*helpers, announced):
+                task.cancel()
+            await asyncio.gather(*helpers, announced, return_exceptions=True)
+        if not engine.alive:
+            raise EngineFailed("the engine died; the worker's jobs went back to the queue")
+
+
+async def _publish_tokenizer(connection: redis.asyncio.Redis, card: ModelCard, blob: bytes | None) -> None:
+    if card.tokenizer is not None and blob is not None:
+        await connection.set(keys.tokenizer(card.tokenizer), blob, ex=TOKENIZER_TTL)
+
+
+async def _keep_tokenizer(connection: redis.asyncio.Redis, card: ModelCard, blob: bytes | None) -> None:
+    while True:
+        await asyncio.sleep(_REFRESH)
+        try:
+            await _publish_tokenizer(connection, card, blob)
+        except redis.exceptions.RedisError as error:
+            log.warning("tokenizer not published, next try in %g s: %s", _REFRESH, error)
+
+
+async def _keep_stats(engine: Engine, published: dict[str, Any]) -> None:
+    """Write the engine's counters into the card, which the next heartbeat publishes."""
+    while True:
+        published["stats"] = {**await engine.stats(), "time": time.time()}
+        await asyncio.sleep(_STATS_EVERY)
+
+
+async def _announce(connection: redis.asyncio.Redis, card: ModelCard, ready: Callable[[ModelCard], None]) -> None:
+    """Call `ready` once clients can see the card."""
+    while not await connection.exists(keys.card(card.worker)):
+        await asyncio.sleep(0.05)
+    ready(card)
+
+
+async def _stop_when(stop: asyncio.Event, worker: PoolWorker) -> None:
+    await stop.wait()
+    worker.stop()
+
+
+async def _watch(engine: Engine, worker: PoolWorker) -> None:
+    while engine.alive:
+        await asyncio.sleep(0.5)
+    log.error("the engine died")
+    worker.stop()
