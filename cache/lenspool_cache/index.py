@@ -21,6 +21,7 @@ from threading import RLock
 from typing import NamedTuple, TypeVar
 
 from lenspool_cache.errors import CacheError, CacheFull
+from lenspool_cache.segment import is_full
 
 log = logging.getLogger(__name__)
 
@@ -151,6 +152,14 @@ class Index:
     # -- connection
 
     def _run(self, work: Callable[[sqlite3.Connection], T]) -> T:
+        try:
+            return self._attempt(work)
+        except OSError as error:
+            if is_full(error):
+                raise CacheFull(str(self.path.parent), 0) from error
+            raise CacheError(f"the index {self.path} cannot be used: {error}") from error
+
+    def _attempt(self, work: Callable[[sqlite3.Connection], T]) -> T:
         with self._lock:
             for attempt in range(_ATTEMPTS):
                 db: sqlite3.Connection | None = None
