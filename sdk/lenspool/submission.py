@@ -1,0 +1,142 @@
+"""Between job documents and rq's keys: what SUBMIT is called with, and what the keys of an ended job say.
+
+rq's own code builds the job's hash, on a connection that cannot be used, so that no copy of its private format is kept
+here; `redis.asyncio` sends it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+import redis
+from rq.command import PUBSUB_CHANNEL_TEMPLATE
+from rq.job import Retry
+from rq.results import Result
+from rq.scripts import _build_hset_args
+
+from lenspool import keys
+from lenspool.errors import InvalidJob, JobCancelled, LenspoolError, WorkerLost, from_wire
+from lenspool.rq_json import (
+    FAILURE_TTL,
+    JOB_FUNCTION,
+    LOSSES,
+    MAX_DOCUMENT_BYTES,
+    RESULT_TTL,
+    RUN_TIMEOUT,
+    JsonJob,
+    JsonQueue,
+    StrictJSON,
+)
+from lenspool_cache.keys import canonical_json
+
+JOB_PREFIX = JsonJob.redis_job_namespace_prefix
+RESULT_PREFIX = Result.get_key("")
+CHANNEL_PREFIX = PUBSUB_CHANNEL_TEMPLATE % ""
+
+Call = tuple[list[str], list[Any]]
+"""KEYS and ARGV of a script."""
+
+
+class _Offline(redis.Redis):
+    """Lets rq build commands; sends none."""
+
+    def execute_command(self, *args: Any, **options: Any) -> NoReturn:
+        raise RuntimeError(f"rq tried to send {args[0]}")
+
+
+class Submissions:
+    """Builds the calls of one client."""
+
+    def __init__(self, client_id: str) -> None:
+        self._client_id = client_id
+        self._offline = _Offline()
+        self._queues: dict[str, JsonQueue] = {}
+        self._retry = Retry(max=LOSSES, enqueue_at_front=True)
+
+    def _queue(self, card_id: str) -> JsonQueue:
+        queue = self._queues.get(card_id)
+        if queue is None:
+            queue = self._queues[card_id] = JsonQueue(keys.queue_name(card_id), connection=self._offline)
+        return queue
+
+    def submit(self, job_id: str, card_id: str, document: bytes, *, fresh: bool, timeout: float | None) -> Call:
+        """Call of SUBMIT for a document in canonical bytes."""
+        queue = self._queue(card_id)
+        job = queue.create_job(
+            JOB_FUNCTION,
+            job_id=job_id,
+            description=JOB_FUNCTION,
+            timeout=run_timeout(timeout),
+            result_ttl=RESULT_TTL,
+            failure_ttl=FAILURE_TTL,
+            retry=self._retry,
+        )
+        queue._prepare_for_queue(job)
+        job.data = b'["%s",null,[%s],{}]' % (JOB_FUNCTION.encode(), document)
+        touched = [
+            job.key,
+            queue.key,
+            queue.redis_queues_keys,
+            keys.waiters(job_id),
+            Result.get_key(job_id),
+            queue.failed_job_registry.key,
+            queue.canceled_job_registry.key,
+            queue.finished_job_registry.key,
+        ]
+        return touched, [job_id, self._client_id, int(fresh), keys.WAITERS_TTL, *_build_hset_args(job)]
+
+    def cancel(self, job_id: str, card_id: str) -> Call:
+        """Call of CANCEL."""
+        queue = self._queue(card_id)
+        prefix = queue.redis_queue_namespace_prefix
+        touched = [
+            JOB_PREFIX + job_id,
+            keys.waiters(job_id),
+            queue.canceled_job_registry.key,
+            queue.key,
+            prefix + keys.suspects_name(card_id),
+            prefix + keys.alone_name(card_id),
+        ]
+        return touched, [job_id, self._client_id, RESULT_TTL, CHANNEL_PREFIX]
+
+
+def encode(document: Mapping[str, Any]) -> tuple[str, bytes]:
+    """Id and canonical bytes of a job document.
+
+    Raises
+    ------
+    InvalidJob
+        The document is no JSON, or larger than `MAX_DOCUMENT_BYTES`.
+    """
+    try:
+        data = canonical_json(document)
+    except (TypeError, ValueError) as error:
+        raise InvalidJob("document", str(error), "finite numbers, strings, lists and objects") from None
+    if len(data) > MAX_DOCUMENT_BYTES:
+        raise InvalidJob("document", f"has {len(data)} bytes", f"at most {MAX_DOCUMENT_BYTES}")
+    return hashlib.sha256(data).hexdigest()[:40], data
+
+
+def run_timeout(timeout: float | None) -> int:
+    """The run limit in rq's whole seconds."""
+    return RUN_TIMEOUT if timeout is None else max(1, math.ceil(timeout))
+
+
+def result_of(job_id: str, fields: Sequence[bytes]) -> Result | None:
+    """An rq result from the flat list of its stream entry; None when there is none."""
+    if not fields:
+        return None
+    payload = dict(zip(fields[::2], fields[1::2], strict=True))
+    return Result.restore(job_id, "0-0", payload, connection=None, serializer=StrictJSON)
+
+
+def error_of(job_id: str, state: str, text: str) -> LenspoolError:
+    """The error of a job that ended in `state` (failed, stopped, canceled) with `text` as rq keeps it."""
+    if state != "failed":
+        return JobCancelled("the job was cancelled", job_id=job_id)
+    if "AbandonedJobError" in text:  # rq's own clean-up, run by any process, gave the job up
+        return WorkerLost(LOSSES + 1, job_id=job_id)
+    return from_wire(text, job_id)

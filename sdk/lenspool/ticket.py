@@ -1,0 +1,112 @@
+"""Who waits for what inside one process: tickets of callers, and one flight per job."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from lenspool.errors import JobCancelled, from_wire, to_wire
+
+if TYPE_CHECKING:
+    from lenspool.queue import JobQueue
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a job ended: its value, or its error in wire form (each waiter gets an exception of its own)."""
+
+    value: dict[str, Any] = field(default_factory=dict)
+    error: str | None = None
+
+
+@dataclass(eq=False)
+class Flight:
+    """A job that this process waits for.
+
+    Attributes
+    ----------
+    document
+        Canonical bytes, kept to submit the job again when Redis has lost it.
+    sent
+        SUBMIT was sent at least once.
+    placed
+        Its last SUBMIT was answered: what Redis says of the job is about this flight, not about an earlier run.
+    swept
+        The flight was there at the last sweep: what is older than one sweep is looked up.
+    """
+
+    id: str
+    card_id: str
+    document: bytes
+    fresh: bool
+    timeout: float | None
+    tickets: set[JobTicket] = field(default_factory=set)
+    sent: bool = False
+    placed: bool = False
+    swept: bool = False
+
+
+class JobTicket:
+    """One caller's claim on a job's result.
+
+    Attributes
+    ----------
+    id
+        Job id: equal documents have equal ids.
+    """
+
+    def __init__(self, queue: JobQueue, flight: Flight) -> None:
+        self.id = flight.id
+        self._queue = queue
+        self._flight = flight
+        self._outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        self._awaiting = 0
+
+    async def result(self) -> dict[str, Any]:
+        """Wait for the job's return value.
+
+        When the last task that awaits it is cancelled, the ticket is given up; the job is cancelled when no ticket is
+        left for it, here or in another client.
+
+        Raises
+        ------
+        LenspoolError
+            The job's own error, or `JobCancelled`, `WorkerLost`, `DeadlineExceeded`, `PoolUnavailable`.
+        """
+        self._awaiting += 1
+        try:
+            outcome = await asyncio.shield(self._outcome)
+        except asyncio.CancelledError:
+            if self._awaiting == 1:
+                self._queue.give_up(self)
+            raise
+        finally:
+            self._awaiting -= 1
+        if outcome.error is not None:
+            raise from_wire(outcome.error, self.id)
+        return dict(outcome.value)
+
+    async def status(self) -> str:
+        """One of `queued`, `started`, `finished`, `failed`, `cancelled`, `unknown`."""
+        if self._outcome.done():
+            error = self._outcome.result().error
+            if error is None:
+                return "finished"
+            return "cancelled" if isinstance(from_wire(error), JobCancelled) else "failed"
+        return await self._queue.status(self._flight)
+
+    async def cancel(self) -> None:
+        """Give the ticket up; returns when Redis knows, or cannot be reached."""
+        sent = self._queue.give_up(self)
+        if sent is not None:
+            await asyncio.wait([sent], timeout=5.0)
+
+    def settle(self, outcome: Outcome) -> None:
+        """Wake whoever awaits the result."""
+        if not self._outcome.done():
+            self._outcome.set_result(outcome)
+
+
+CANCELLED = Outcome(error=to_wire(JobCancelled("cancelled by its caller")))
+CLOSED = Outcome(error=to_wire(JobCancelled("the client was closed")))

@@ -1,0 +1,87 @@
+"""A worker process for the tests: a real `PoolWorker` with small handlers, told apart by `document["do"]`.
+
+Every execution is written to a file before it runs, so that tests can count them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import redis
+
+from lenspool.errors import EngineFailed, InvalidJob
+from lenspool_worker.pool_worker import PoolWorker
+
+
+class Died(EngineFailed):
+    """An engine that is gone: the job itself is not at fault."""
+
+    retryable = True
+    requeue = True
+
+
+class Handlers:
+    def __init__(self, log: Path) -> None:
+        self._log = log
+
+    async def __call__(self, document: dict[str, Any], job_id: str) -> dict[str, Any]:
+        with self._log.open("a") as stream:
+            stream.write(f"{document['n']} {os.getpid()}\n")
+        return await getattr(self, document["do"])(document)
+
+    async def echo(self, document: dict[str, Any]) -> dict[str, Any]:
+        return {"n": document["n"]}
+
+    async def sleep(self, document: dict[str, Any]) -> dict[str, Any]:
+        await asyncio.sleep(document["s"])
+        return {"n": document["n"], "pid": os.getpid()}
+
+    async def fail(self, document: dict[str, Any]) -> dict[str, Any]:
+        await asyncio.sleep(0.2)
+        raise InvalidJob("positions", "out of range", "0 to 7")
+
+    async def crash(self, document: dict[str, Any]) -> dict[str, Any]:
+        raise ZeroDivisionError("division by zero")
+
+    async def cancel_itself(self, document: dict[str, Any]) -> dict[str, Any]:
+        raise asyncio.CancelledError
+
+    async def kill(self, document: dict[str, Any]) -> dict[str, Any]:
+        await asyncio.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGKILL)
+        return {}
+
+    async def block_loop(self, document: dict[str, Any]) -> dict[str, Any]:
+        time.sleep(document["s"])
+        return {"n": document["n"], "pid": os.getpid()}
+
+    async def engine_died(self, document: dict[str, Any]) -> dict[str, Any]:
+        raise Died("the engine is gone")
+
+    async def too_large(self, document: dict[str, Any]) -> dict[str, Any]:
+        return {"x": "x" * 2_000_000}
+
+
+async def main() -> None:
+    settings = json.loads(sys.argv[1])
+    worker = PoolWorker(
+        {"id": settings["card"]},
+        Handlers(Path(settings["log"])),
+        connection=redis.Redis.from_url(settings["url"]),
+        **settings["options"],
+    )
+    await worker.serve(signals=True)
+    print(json.dumps(worker.stats))
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    asyncio.run(main())

@@ -1,0 +1,257 @@
+"""A worker's bookkeeping in Redis: claim, start and commit, many jobs at a time.
+
+rq's own code writes rq's keys, so that `rq info` and the registries show the truth; it only buffers into a pipeline,
+and one transaction carries it for a whole batch. Everything here is synchronous and runs in the worker's single io
+thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from rq.executions import Execution
+from rq.job import JobStatus
+from rq.results import Result
+from rq.suspension import is_suspended
+from rq.utils import as_text, now, utcformat
+from rq.worker.base import WorkerStatus
+
+from lenspool import keys, scripts
+from lenspool.errors import InvalidJob, to_wire
+from lenspool.rq_json import (
+    FAILURE_TTL,
+    MAX_DOCUMENT_BYTES,
+    RESULT_TTL,
+    JsonJob,
+    JsonQueue,
+    StrictJSON,
+    UnreadableJob,
+)
+
+if TYPE_CHECKING:
+    from redis.client import Pipeline
+
+    from lenspool_worker.pool_worker import PoolWorker
+
+log = logging.getLogger(__name__)
+
+_JOB_BYTES = MAX_DOCUMENT_BYTES + 100_000
+_CLAIM_BYTES = 32_000_000
+
+End = Literal["finished", "failed", "stopped", "abandoned", "requeued", "retried", "lost"]
+"""How a run ended. `abandoned`: stopped because nobody waits for it; `requeued`: the worker leaves, the job is not
+charged; `retried`: the handler asks for another attempt; `lost`: the job is not this worker's any more."""
+
+
+@dataclass(eq=False)
+class Entry:
+    """A job in this worker's hands.
+
+    Attributes
+    ----------
+    begun
+        Its task has taken its first step: one cancelled before would end without running a line of its own.
+    reason
+        Why its task was cancelled, when this worker did that.
+    end, value, error
+        Filled when the run is over; `error` is in wire form.
+    """
+
+    job: JsonJob
+    document: dict[str, Any]
+    execution: Execution
+    suspect: bool = False
+    task: asyncio.Task[None] | None = None
+    begun: bool = False
+    reason: End | None = None
+    end: End = "lost"
+    value: dict[str, Any] | None = None
+    error: str = ""
+
+    def stop(self, reason: End) -> bool:
+        """Cancel the run; False when it is over, or being stopped already."""
+        if self.task is None or self.task.done() or self.reason is not None:
+            return False
+        self.reason = reason
+        if self.begun:
+            self.task.cancel()
+        return True
+
+
+class Claim(NamedTuple):
+    """What one claim brought.
+
+    Attributes
+    ----------
+    jobs
+        `[id, flat hash]` of each job.
+    alone
+        The one job must run with nothing beside it.
+    waiting_alone
+        Number of jobs that wait for a worker with nothing in flight.
+    """
+
+    jobs: list[Any]
+    alone: bool
+    waiting_alone: int
+
+
+class Ledger:
+    """Claims and commits for one worker."""
+
+    def __init__(self, worker: PoolWorker, card_id: str) -> None:
+        self._worker = worker
+        self._redis = worker.connection
+        self.queue = JsonQueue(keys.queue_name(card_id), connection=self._redis)
+        suspects = JsonQueue(keys.suspects_name(card_id), connection=self._redis)
+        alone = JsonQueue(keys.alone_name(card_id), connection=self._redis)
+        self._claim_keys = [
+            self.queue.key,
+            suspects.key,
+            alone.key,
+            self.queue.intermediate_queue_key,
+            JsonQueue.redis_queues_keys,
+        ]
+        self._claim = self._redis.register_script(scripts.CLAIM)
+        self._notify = self._redis.register_script(scripts.NOTIFY)
+
+    # -- claiming
+
+    def claim(self, count: int, suspects: int, idle: bool) -> Claim | None:
+        """Take up to `count` jobs, of them at most `suspects` that lost a worker before; None when rq is suspended."""
+        if is_suspended(self._redis):
+            return None
+        prefix = JsonJob.redis_job_namespace_prefix
+        arguments = [count, suspects, int(idle), prefix, self._worker.name, _JOB_BYTES, _CLAIM_BYTES]
+        kind, waiting_alone, jobs = self._claim(keys=self._claim_keys, args=arguments)
+        return Claim(jobs, as_text(kind) == "alone", waiting_alone)
+
+    def start(self, claimed: list[Any]) -> list[Entry]:
+        """Register executions for claimed jobs in one transaction; what is no job of this pool fails alone."""
+        entries: list[Entry] = []
+        with self._redis.pipeline() as pipeline:
+            for raw_id, flat in claimed:
+                job_id = as_text(raw_id)
+                try:
+                    job, document = self._read(job_id, flat)
+                except (UnreadableJob, InvalidJob) as error:
+                    log.warning("job %s refused: %s", job_id, error)
+                    self.bury(pipeline, job_id, error)
+                    continue
+                execution = Execution.create(job, self._worker.lease, pipeline=pipeline, worker_name=self._worker.name)
+                job.prepare_for_execution(self._worker.name, pipeline=pipeline)
+                pipeline.persist(job.key)
+                pipeline.lrem(self.queue.intermediate_queue_key, 1, job_id)
+                entries.append(Entry(job, document, execution, suspect=job.retries_left == 1))
+            self._worker.set_state(WorkerStatus.BUSY, pipeline=pipeline)
+            pipeline.execute()
+        return entries
+
+    def _read(self, job_id: str, flat: Sequence[bytes]) -> tuple[JsonJob, dict[str, Any]]:
+        if not flat:
+            raise InvalidJob("document", "is too large", f"at most {MAX_DOCUMENT_BYTES} bytes")
+        job = JsonJob(job_id, connection=self._redis)
+        job.restore(dict(zip(flat[::2], flat[1::2], strict=True)))
+        if job.origin != self.queue.name:
+            raise InvalidJob("job", f"was made for the queue {job.origin[:100]!r}", self.queue.name)
+        return job, job.document()
+
+    def bury(self, pipeline: Pipeline, job_id: str, error: Exception) -> None:
+        """Fail a job that rq's code cannot handle, and tell its waiters."""
+        self._worker.stats["failed"] += 1
+        wire = to_wire(InvalidJob("job", "is not readable") if isinstance(error, UnreadableJob) else error)
+        key = JsonJob.key_for(job_id)
+        pipeline.hset(key, mapping={"status": JobStatus.FAILED.value, "ended_at": utcformat(now())})
+        pipeline.expire(key, FAILURE_TTL)
+        pipeline.zadd(self.queue.failed_job_registry.key, {job_id: int(time.time()) + FAILURE_TTL})
+        pipeline.lrem(self.queue.intermediate_queue_key, 1, job_id)
+        result = Result(job_id, Result.Type.FAILED, self._redis, exc_string=wire, serializer=StrictJSON)
+        result.save(FAILURE_TTL, pipeline=pipeline)
+        self.notify(pipeline, job_id, "failed", wire)
+
+    # -- committing
+
+    def commit(self, batch: Sequence[Entry]) -> None:
+        """Write the ends of runs, in one transaction."""
+        mine = [entry for entry in batch if entry.end != "lost"]
+        mine = self._fence(mine)
+        stats = self._worker.stats
+        with self._redis.pipeline() as pipeline:
+            succeeded, worked = 0, timedelta()
+            for entry in mine:
+                entry.execution.delete(job=entry.job, pipeline=pipeline)
+                self._end(entry, pipeline)
+                worked += entry.job.ended_at - entry.job.started_at
+                succeeded += entry.end == "finished"
+            for entry in batch:
+                if entry not in mine:
+                    entry.execution.delete(job=entry.job, pipeline=pipeline)
+            pipeline.hincrby(self._worker.key, "successful_job_count", succeeded)
+            self._worker.increment_total_working_time(worked, pipeline)
+            if not self._worker.others_in_flight(batch):
+                self._worker.set_state(WorkerStatus.IDLE, pipeline=pipeline)
+            pipeline.execute()
+        stats["fenced"] += len(batch) - len(mine)
+        for entry in mine:
+            stats["requeued" if entry.end in ("requeued", "retried") else "committed"] += 1
+            stats["failed"] += entry.end == "failed"
+
+    def _fence(self, batch: list[Entry]) -> list[Entry]:
+        """The entries that are still this worker's.
+
+        After a stall beyond the lease a job may be with another worker. A job whose hash is gone too is nobody's:
+        Redis came back empty, and the result is as good as any.
+        """
+        if not batch:
+            return []
+        with self._redis.pipeline(transaction=False) as pipeline:
+            for entry in batch:
+                pipeline.zscore(self.queue.started_job_registry.key, entry.execution.composite_key)
+                pipeline.hexists(entry.job.key, "status")
+            replies = pipeline.execute()
+        return [
+            entry
+            for entry, score, exists in zip(batch, replies[::2], replies[1::2], strict=True)
+            if score is not None or not exists
+        ]
+
+    def _end(self, entry: Entry, pipeline: Pipeline) -> None:
+        job = entry.job
+        about: dict[str, Any] = {
+            "worker_name": self._worker.name,
+            "execution_id": entry.execution.id,
+            "execution_started_at": entry.execution.created_at,
+            "execution_ended_at": job.ended_at,
+        }
+        pipeline.hdel(job.key, "abandoned")
+        if entry.end == "retried" and not job.should_retry:
+            entry.end = "failed"
+        if entry.end == "finished":
+            job._result = entry.value
+            job._handle_success(RESULT_TTL, pipeline=pipeline, **about)
+            job.cleanup(RESULT_TTL, pipeline=pipeline, remove_from_queue=False)
+            self.notify(pipeline, job.id, "finished", StrictJSON.dumps(entry.value).decode())
+        elif entry.end == "requeued":
+            self.queue._enqueue_job(job, pipeline=pipeline, at_front=True)
+        elif entry.end == "retried":
+            self._worker.increment_failed_job_count(pipeline)
+            job.retry(self.queue, pipeline)
+        else:
+            job.retries_left = 0
+            job.set_status(JobStatus.FAILED if entry.end == "failed" else JobStatus.STOPPED, pipeline=pipeline)
+            job._handle_failure(entry.error, pipeline=pipeline, **about)
+            if entry.end == "abandoned":
+                pipeline.hset(job.key, "abandoned", 1)
+            self._worker.increment_failed_job_count(pipeline)
+            self.notify(pipeline, job.id, entry.end, entry.error)
+
+    def notify(self, pipeline: Pipeline, job_id: str, state: str, payload: str) -> None:
+        """Tell every waiter of a job how it ended."""
+        arguments = [keys.DONE_PREFIX, keys.DONE_TTL, job_id, state, payload]
+        self._notify(keys=[keys.waiters(job_id)], args=arguments, client=pipeline)
