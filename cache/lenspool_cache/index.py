@@ -16,6 +16,7 @@ import sqlite3
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
 from threading import RLock
 from typing import NamedTuple, TypeVar
@@ -41,6 +42,8 @@ _MEMORY_BUILDS = 20
 _ATTEMPTS = 4
 
 _DAMAGED = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR}
+# What opening a file gives that another process deletes at that moment.
+_VANISHED = {sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN}
 _SHORT_READ = sqlite3.SQLITE_IOERR_SHORT_READ
 
 # Connections that a fork carried into a child. SQLite forbids even closing them there.
@@ -161,24 +164,24 @@ class Index:
 
     def _attempt(self, work: Callable[[sqlite3.Connection], T]) -> T:
         with self._lock:
-            for attempt in range(_ATTEMPTS):
+            for attempt in count(1):
                 db: sqlite3.Connection | None = None
                 try:
                     db = self._connected()
-                    result = work(db)
-                    # A file that was replaced while we worked may lack what we just inserted.
-                    if not self._moved():
-                        return result
+                    # Should the file be replaced from here on: whoever does it reads the packs later than that, and
+                    # what we insert stands in them already.
+                    return work(db)
                 except sqlite3.Error as error:
                     code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR)
                     if code & 0xFF == sqlite3.SQLITE_FULL:
                         raise CacheFull(str(self.path.parent), 0) from error
                     damaged = code & 0xFF in _DAMAGED or code == _SHORT_READ
-                    if attempt == _ATTEMPTS - 1 or not (damaged or self._moved()):
+                    vanished = self._moved() or (db is None and code & 0xFF in _VANISHED)
+                    if attempt == _ATTEMPTS or not (damaged or vanished):
                         raise CacheError(f"the index {self.path} cannot be used: {error}") from error
                     log.warning("index %s: %s; it is opened anew", self.path, error)
                     self._discard(damaged)
-            raise CacheError(f"the index {self.path} is replaced again and again")
+        raise AssertionError("unreachable")
 
     def _discard(self, damaged: bool) -> None:
         bad = self._signature
@@ -189,7 +192,7 @@ class Index:
             self._open_in_memory()
             return
         with self._file_lock():
-            if bad is None or bad == self._stat():
+            if bad == self._stat():
                 self._remove()
 
     def _connected(self) -> sqlite3.Connection:
@@ -208,8 +211,8 @@ class Index:
             if not self._usable():
                 self._remove()
                 self._build()
-            self._connection = self._open(self.path.as_uri() + "?mode=rw")
             self._signature = self._stat()
+            self._connection = self._open(self.path.as_uri() + "?mode=rw")
 
     def _open_read_only(self) -> None:
         # A file without a log beside it has no writer and is complete: reading it as immutable creates no files. With
@@ -263,7 +266,8 @@ class Index:
     def _moved(self) -> bool:
         if self._memory_until is not None:
             return time.monotonic() > self._memory_until
-        return self._stat() != self._signature
+        now = self._stat()
+        return now is None or now != self._signature
 
     # -- building
 

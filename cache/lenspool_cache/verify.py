@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from lenspool_cache.codec import LIVE, Record
 from lenspool_cache.errors import CacheCorrupt, CacheError
@@ -13,6 +15,8 @@ from lenspool_cache.keys import entry_key
 from lenspool_cache.reader import PackReader, drop_record
 from lenspool_cache.scan import PackScan, finished, scan_pack
 from lenspool_cache.store import Store
+
+LEFTOVER_S = 3600  # younger temporary files may have a writer
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +46,8 @@ class Report:
         Sound records that the index does not know.
     stale
         Places in the index that no sound record stands behind.
+    leftovers
+        Temporary files that writers left when they died, older than an hour.
     repaired
         Whether damaged entries were dropped and the index was rebuilt.
     """
@@ -55,6 +61,7 @@ class Report:
     dropped: int = 0
     unindexed: int = 0
     stale: int = 0
+    leftovers: int = 0
     repaired: bool = False
 
     @property
@@ -69,7 +76,7 @@ def verify(store: Store, repair: bool = False) -> Report:
     Parameters
     ----------
     repair
-        Drop damaged entries and arrays, and rebuild the index. Rows of the sound entries are never touched.
+        Drop damaged entries and arrays, delete leftovers, and rebuild the index. Rows of the sound entries are never touched.
 
     Raises
     ------
@@ -110,10 +117,22 @@ def verify(store: Store, repair: bool = False) -> Report:
             report.damaged.append(Damage(f"arrays/{digest}", None, str(error)))
             if repair:
                 store._arrays.remove(digest)
+    for path in _leftovers(store.path):
+        report.leftovers += 1
+        if repair:
+            path.unlink(missing_ok=True)
     if repair:
         store._index.rebuild()
         report.repaired = True
     return report
+
+
+def _leftovers(path: Path) -> Iterator[Path]:
+    for folder in (path, path / "packs", path / "arrays"):
+        for file in folder.glob(".*.tmp"):
+            with contextlib.suppress(FileNotFoundError):
+                if time.time() - file.stat().st_mtime > LEFTOVER_S:
+                    yield file
 
 
 def _check_pack(scan: PackScan, reader: PackReader, report: Report) -> Iterator[Damage]:

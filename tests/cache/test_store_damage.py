@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sqlite3
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ from store_samples import a_run, flip, pack_files, rows_of, same_bits
 
 from lenspool_cache import CacheCorrupt, CacheError, Store, verify
 from lenspool_cache.codec import RECORD_SIZE
-from lenspool_cache.segment import Layout
+from lenspool_cache.segment import Layout, Need, PackWriter, create_pack
 
 
 def filled(folder: Path, runs: int = 6) -> None:
@@ -156,6 +157,25 @@ def test_an_index_that_points_to_the_wrong_rows_cannot_lie(folder: Path) -> None
         assert verify(store).damaged == []
 
 
+def test_an_index_that_mixes_the_hooks_of_a_run_cannot_lie(folder: Path) -> None:
+    with Store(folder) as store:
+        store.put(a_run(), {f"h{i}": [(0, rows_of(i))] for i in range(5)})
+    with sqlite3.connect(folder / "index.sqlite") as db:
+        db.execute("UPDATE entry SET slot = (slot + 1) % 5 WHERE slot < 4")
+    db.close()
+    with Store(folder) as store:
+        assert store.lookup(a_run(), [f"h{i}" for i in range(4)]) == {}
+
+
+def test_an_index_with_a_wrong_position_cannot_lie(folder: Path) -> None:
+    filled(folder, 1)
+    with sqlite3.connect(folder / "index.sqlite") as db:
+        db.execute("UPDATE entry SET start = 1")
+    db.close()
+    with Store(folder) as store:
+        assert store.lookup(a_run(0), ["h", "generation"]) == {}
+
+
 @pytest.mark.parametrize("hurt", [Path.unlink, garbage, emptied, truncated])
 def test_a_pack_is_gone_or_garbage(folder: Path, hurt: Callable[[Path], None]) -> None:
     filled(folder)
@@ -174,6 +194,7 @@ def test_a_pack_is_gone_or_garbage(folder: Path, hurt: Callable[[Path], None]) -
 def test_a_pack_deleted_under_its_writer(folder: Path) -> None:
     with Store(folder) as store:
         store.put(a_run(0), {"h": [(0, rows_of(0))]})
+        assert same_bits(store.rows(a_run(0), "h", [(0, 16)]), rows_of(0))
         pack_files(folder)[0].unlink()
         assert store.lookup(a_run(0), ["h"]) == {}
         store.put(a_run(0), {"h": [(0, rows_of(0))]})
@@ -194,6 +215,22 @@ def test_a_put_that_never_became_whole_stays_invisible(folder: Path) -> None:
         assert store.lookup(a_run(2), ["h", "generation"]) == {}
         assert answers(store, 3) == {0, 1}
         assert verify(store).unfinished == 1
+
+
+def test_a_failed_commit_uses_its_space_up(folder: Path) -> None:
+    """A record that did reach the disk must not come to describe rows of the next put."""
+    folder.mkdir()
+    path, layout = create_pack(folder, "id", "float32", 64, 1 << 20, Need(1, 1, 1))
+    writer = PackWriter(path, layout)
+    assert writer.stage([rows_of(1)], [b"document"]) == (0, 0)
+    assert writer.stage([rows_of(2)], [b"document"]) == (0, 0), "staging alone uses up nothing"
+    fd, writer.fd = writer.fd, os.open(path, os.O_RDONLY)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        writer.commit([bytes(RECORD_SIZE)])
+    os.close(writer.fd)
+    writer.fd = fd
+    assert writer.stage([rows_of(3)], [b"document"]) == (16, 8)
+    assert writer.commit([bytes(RECORD_SIZE)]) == 1
 
 
 def test_damaged_array(store: Store, folder: Path) -> None:
@@ -250,6 +287,20 @@ def test_verify_finds_what_the_index_lost(folder: Path) -> None:
     with Store(folder) as store:
         assert verify(store).unindexed == 4
         verify(store, repair=True)
+        assert answers(store) == set(range(6))
+
+
+def test_verify_deletes_what_dead_writers_left(folder: Path) -> None:
+    filled(folder)
+    old, young = folder / "packs" / ".old.h5.tmp", folder / "packs" / ".young.h5.tmp"
+    for path in (old, young):
+        path.write_bytes(b"half a pack")
+    os.utime(old, (0, 0))
+    with Store(folder) as store:
+        assert verify(store).leftovers == 1
+        assert verify(store, repair=True).leftovers == 1
+        assert not old.exists()
+        assert young.exists()
         assert answers(store) == set(range(6))
 
 

@@ -135,6 +135,19 @@ def test_index_deleted_while_processes_write(folder: Path, script: Script) -> No
         assert store.stats()["entries"] == 2 * 3 * 300
 
 
+def test_a_read_only_store_follows_its_writers(folder: Path, script: Script) -> None:
+    """It was opened while nobody wrote, as an immutable file; it must notice when that is over."""
+    assert script(WRITER, folder, 0, 1).wait(timeout=60) == 0
+    with Store(folder, read_only=True) as reader:
+        check(reader, 0)
+        with Store(folder) as writer:
+            for number in range(1, 4):
+                writer.put(a_run(number), {"h": [(0, rows_of(number))], "g": [(0, rows_of(number, dtype="bfloat16"))]})
+                check(reader, number)
+        for number in range(4):
+            check(reader, number)
+
+
 def test_fork(folder: Path) -> None:
     """A child takes new packs and a connection of its own; parent and child go on with one `Store` object."""
     with Store(folder) as store:
