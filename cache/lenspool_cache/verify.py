@@ -76,7 +76,8 @@ def verify(store: Store, repair: bool = False) -> Report:
     Parameters
     ----------
     repair
-        Drop damaged entries and arrays, delete leftovers, and rebuild the index. Rows of the sound entries are never touched.
+        Drop damaged entries and arrays, delete leftovers, and rebuild the index. The rows of sound entries are never
+        touched.
 
     Raises
     ------

@@ -7,13 +7,14 @@ import resource
 import signal
 import subprocess
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
 from store_samples import a_run, rows_of, same_bits
 
-from lenspool_cache import CacheError, CacheFull, Store, verify
+from lenspool_cache import CacheCorrupt, CacheError, CacheFull, Store, verify
 
 
 @pytest.fixture
@@ -125,3 +126,31 @@ def test_file_size_limit(folder: Path, file_limit: int) -> None:
         assert list((folder / "packs").glob(".*")) == []
         store.put(a_run(-1), {"g": [(0, rows_of(1, dtype="bfloat16"))]})
         assert verify(store).ok
+
+
+def test_too_many_open_files_is_not_damage(folder: Path) -> None:
+    """An error of the system says nothing about the entry: it must not be dropped."""
+    with Store(folder) as store:
+        store.put(a_run(), {"h": [(0, rows_of(0))]})
+        digest = store.put_array(rows_of(1))
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with Store(folder) as store:
+        assert store.lookup(a_run(), ["nothing"]) == {}  # the index is open
+        used = [os.open("/dev/null", os.O_RDONLY)]
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (max(used) + 1, before[1]))
+            with suppress(OSError):
+                while True:
+                    used.append(os.open("/dev/null", os.O_RDONLY))
+            with pytest.raises(CacheError, match="Too many open files") as caught:
+                store.rows(a_run(), "h", [(0, 16)])
+            assert not isinstance(caught.value, CacheCorrupt)
+            with pytest.raises(CacheError) as caught:
+                store.get_array(digest)
+            assert not isinstance(caught.value, CacheCorrupt)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+            for fd in used:
+                os.close(fd)
+        assert same_bits(store.rows(a_run(), "h", [(0, 16)]), rows_of(0))
+        assert same_bits(store.get_array(digest), rows_of(1))

@@ -92,6 +92,15 @@ def test_equal_rows_of_two_writers_at_once(folder: Path) -> None:
         assert [s.range for s in two.lookup(a_run(), ["h"])["h"]] == [(0, 16)]
 
 
+def test_rows_of_two_writers_cut_in_different_ways(folder: Path) -> None:
+    rows = rows_of(1)
+    with Store(folder) as one, Store(folder) as two:
+        whole = one._writers.write(a_run(), cut({"h": [(0, rows)]}, {}))
+        some = two._writers.write(a_run(), cut({"h": [(0, rows[:4]), (6, rows[6:9])]}, {}))
+        one._index.insert(some + whole)
+        assert [s.range for s in two.lookup(a_run(), ["h"])["h"]] == [(0, 16)]
+
+
 def test_runs_and_names_do_not_mix(store: Store) -> None:
     for number in range(20):
         store.put(a_run(number), {f"h{i}": [(0, rows_of(100 * number + i))] for i in range(5)})
