@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import shutil
 import signal
 import subprocess
@@ -20,7 +21,8 @@ from lenspool.errors import PoolUnavailable
 _START_S = 10.0
 
 _FOLLOW_PARENT = """
-"$@" & server=$!
+"$@" 3>&1 >> "$PRIVATE/log" 2>&1 & server=$!
+exec >&-             # the server alone holds the parent's pipe now: it ends when the server does
 cat > /dev/null      # ends when the parent closes the pipe or dies
 kill -TERM $server 2> /dev/null
 wait $server
@@ -76,7 +78,6 @@ class Broker:
         self._private.mkdir(mode=0o700, exist_ok=True)
         self._folder.mkdir(parents=True, exist_ok=True)
         self._socket.unlink(missing_ok=True)
-        log = self._private / "valkey.log"
         options = {
             "port": "0",
             "unixsocket": str(self._socket),
@@ -89,29 +90,31 @@ class Broker:
             "pidfile": str(self._private / "valkey.pid"),
         }
         arguments = [text for name, value in options.items() for text in (f"--{name}", value)]
-        with log.open("ab") as stream:
-            self._process = subprocess.Popen(
-                ["/bin/sh", "-c", _FOLLOW_PARENT, "sh", str(get_binary_path()), *arguments],
-                stdin=subprocess.PIPE,
-                stdout=stream,
-                stderr=stream,
-                env={**os.environ, "PRIVATE": str(self._private)},
-                start_new_session=True,  # an interrupt at the terminal is the parent's to handle
-            )
+        self._process = subprocess.Popen(
+            ["/bin/sh", "-c", _FOLLOW_PARENT, "sh", str(get_binary_path()), *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PRIVATE": str(self._private)},
+            start_new_session=True,  # an interrupt at the terminal is the parent's to handle
+        )
         if not self._answers():
-            text = log.read_text(errors="replace")[-2000:]
+            log = self._private / "log"
+            text = log.read_text(errors="replace")[-2000:] if log.exists() else ""
             self.stop()
             raise PoolUnavailable(f"the Valkey server did not start:\n{text}")
         return self
 
     def _answers(self) -> bool:
+        assert self._process is not None
         deadline = time.monotonic() + _START_S
         with redis.Redis(unix_socket_path=str(self._socket), socket_timeout=1.0) as client:
             while time.monotonic() < deadline:
                 try:
                     return bool(client.ping())
                 except (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError):
-                    time.sleep(0.02)
+                    ended, _, _ = select.select([self._process.stdout], [], [], 0.02)
+                    if ended:
+                        return False
         return False
 
     @property
@@ -128,8 +131,9 @@ class Broker:
         """Stop the server and remove its private folder; harmless when it is stopped already."""
         process, self._process = self._process, None
         if process is not None:
-            assert process.stdin is not None
+            assert process.stdin is not None and process.stdout is not None
             process.stdin.close()
+            process.stdout.close()
             try:
                 process.wait(timeout=10)
             except subprocess.TimeoutExpired:

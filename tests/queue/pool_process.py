@@ -51,6 +51,20 @@ class Handlers:
     async def crash(self, document: dict[str, Any]) -> dict[str, Any]:
         raise ZeroDivisionError("division by zero")
 
+    async def odd_error(self, document: dict[str, Any]) -> dict[str, Any]:
+        raise InvalidJob(object(), "a field that is not JSON")  # type: ignore[arg-type]
+
+    async def long_error(self, document: dict[str, Any]) -> dict[str, Any]:
+        raise EngineFailed("x" * 5_000_000)
+
+    async def deaf(self, document: dict[str, Any]) -> dict[str, Any]:
+        """Ignores its cancellation."""
+        while True:
+            try:
+                await asyncio.sleep(60.0)
+            except asyncio.CancelledError:
+                continue
+
     async def cancel_itself(self, document: dict[str, Any]) -> dict[str, Any]:
         raise asyncio.CancelledError
 
@@ -59,8 +73,10 @@ class Handlers:
         os.kill(os.getpid(), signal.SIGKILL)
         return {}
 
-    async def block_loop(self, document: dict[str, Any]) -> dict[str, Any]:
-        time.sleep(document["s"])
+    async def block_once(self, document: dict[str, Any]) -> dict[str, Any]:
+        """Block the event loop, the first time."""
+        if self._log.read_text().split().count(str(document["n"])) == 1:
+            time.sleep(document["s"])
         return {"n": document["n"], "pid": os.getpid()}
 
     async def engine_died(self, document: dict[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,6 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-import redis.asyncio
 
 from lenspool import keys
 from lenspool.errors import DeadlineExceeded, EngineFailed, InvalidJob, JobCancelled, LenspoolError, PoolUnavailable
@@ -87,6 +86,8 @@ async def test_failure_is_typed_told_to_all_and_blocks_nobody(pool: Pool, connec
         ("crash", LenspoolError, "ZeroDivisionError: division by zero"),
         ("cancel_itself", EngineFailed, "the run was cancelled"),
         ("too_large", EngineFailed, "not a small JSON object"),
+        ("odd_error", EngineFailed, "a field that is not JSON"),
+        ("long_error", EngineFailed, "xxx"),
         ("engine_died", LenspoolError, "the engine is gone"),
     ],
 )
@@ -284,8 +285,6 @@ async def test_everything_left_expires(pool: Pool, connect: Connect) -> None:
         running = queue.submit(CARD, doc("r", "sleep", s=60.0))
         await started(running)
         await running.cancel()
-        forgotten = redis.asyncio.Redis.from_url(pool.url)
-        await forgotten.aclose()
     worker.signal(15)
     worker.wait()
     registries = {b"rq:finished", b"rq:failed", b"rq:canceled", b"rq:queues", b"rq:workers"}

@@ -103,6 +103,8 @@ class Leases:
 
     def beat(self) -> None:
         """Renew the leases of all jobs in flight, the worker's registration and its card."""
+        if self._halt.is_set():
+            return  # was queued before the worker left, and would bring it back
         worker = self._worker
         registry = self._queue.started_job_registry
         entries = worker.entries()

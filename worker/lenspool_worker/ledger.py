@@ -197,7 +197,9 @@ class Ledger:
             if not self._worker.others_in_flight(batch):
                 self._worker.set_state(WorkerStatus.IDLE, pipeline=pipeline)
             pipeline.execute()
-        stats["fenced"] += len(batch) - len(mine)
+        if fenced := [entry.job.id for entry in batch if entry not in mine]:
+            log.warning("fenced: results of jobs that are not this worker's any more: %s", ", ".join(fenced))
+            stats["fenced"] += len(fenced)
         for entry in mine:
             stats["requeued" if entry.end in ("requeued", "retried") else "committed"] += 1
             stats["failed"] += entry.end == "failed"

@@ -39,6 +39,7 @@ Handler = Callable[[dict[str, Any], str], Awaitable[dict[str, Any]]]
 T = TypeVar("T")
 
 MAX_RESULT_BYTES = 1_000_000
+_MAX_ERROR = 10_000
 _IO_S = 5.0
 _PEEK_S = 5.0
 _COLD_S = 10.0
@@ -345,17 +346,15 @@ class PoolWorker(BaseWorker):
             await self._handle(entry)
         except asyncio.CancelledError:
             # without a reason it was the handler's own: something under it was cancelled
-            entry.end = entry.reason or "failed"
             cause = JobCancelled("the job was stopped") if entry.reason else EngineFailed("the run was cancelled")
-            entry.error = to_wire(cause)
+            entry.end, entry.error = entry.reason or "failed", to_wire(cause)
         except Exception as error:
-            entry.end = "failed"
+            entry.end, entry.error = "failed", _wire(error)
             if not isinstance(error, LenspoolError):
                 log.exception("job %s", entry.job.id)
             elif error.retryable and getattr(error, "requeue", False):
                 entry.end = "retried"
                 self._hold_until = time.monotonic() + self._beat_s  # what just failed would fail the next job, too
-            entry.error = to_wire(error)
         entry.job.ended_at = now()
         self._running -= 1
         self._ended.append(entry)
@@ -430,3 +429,14 @@ class PoolWorker(BaseWorker):
         if self._entries:
             self._cancel_all()
             await self._drain(_COLD_S)
+
+
+def _wire(error: Exception) -> str:
+    """An error in wire form, whatever a handler put into it."""
+    try:
+        wire = to_wire(error)
+    except (TypeError, ValueError):
+        wire = ""
+    if 0 < len(wire) < _MAX_ERROR:
+        return wire
+    return to_wire(EngineFailed(f"{type(error).__name__}: {error}"[: _MAX_ERROR // 2]))
