@@ -1,7 +1,7 @@
 """The main job end to end on this machine: `make demo`.
 
-Prepares SmolLM2-135M-Instruct, starts a pool (`lenspool up`), captures, repeats from the store, steers, lets ten clients
-ask at once, and stops the pool.
+Prepares SmolLM2-135M-Instruct, starts a pool (`lenspool up`), captures, repeats from the store, steers, lets ten
+clients ask at once, and stops the pool.
 """
 
 from __future__ import annotations

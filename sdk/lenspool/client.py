@@ -16,6 +16,7 @@ import numpy as np
 from lenspool import keys
 from lenspool.access import Access, Found, open_access
 from lenspool.card import HookInfo, ModelCard
+from lenspool.counts import job_counts
 from lenspool.errors import DeadlineExceeded, InvalidJob, UnknownModel
 from lenspool.interventions import ArrayRef, Intervention, as_float32
 from lenspool.job import Request, prepare
@@ -122,7 +123,9 @@ class Client:
         for document in await self._published():
             entry = {"name": document["worker"], **document.get("stats", {})}
             workers.setdefault(document["id"], []).append(entry)
-        return [{"model": m, "workers": w, **await self._queue.counts(m)} for m, w in sorted(workers.items())]
+        return [
+            {"model": m, "workers": w, **await job_counts(self._queue.redis, m)} for m, w in sorted(workers.items())
+        ]
 
     async def hooks(self) -> list[HookInfo]:
         """Hooks that the model serves, in network order, with widths."""

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import numpy as np
 
-from lenspool import Client
+from lenspool import Client, add
 from tests.e2e.conftest import counters, relative
 
 CLIENTS, EACH, DISTINCT = 10, 50, 120
 SCRIPT = """
 import asyncio, json, sys
 import numpy as np
-from lenspool import Client
+from lenspool import Client, add
 
 async def main(url, prompts):
     async with Client(url) as client:
@@ -78,8 +78,6 @@ async def test_crowd_equals_solo(client: Client) -> None:
     solo = []
     for prompt in prompts:
         # an edit that changes nothing is another run, so it is computed anew
-        from lenspool import add
-
         solo.append(await client.capture(prompt, hook, interventions=add(hook, 0.0)))
     for i, result in enumerate(crowd):
         assert not solo[i].cached

@@ -62,7 +62,7 @@ class Leases:
         self._ledger = ledger
         self._redis = worker.connection
         self._queue = ledger.queue
-        self._card = json.dumps(card, separators=(",", ":"))
+        self._card = card
         self._beat_s, self._reap_s = beat, reap
         self._last_tick = last_tick
         self._stall_limit = stall_limit
@@ -142,7 +142,8 @@ class Leases:
 
     def _publish(self, pipeline: Any) -> None:
         ttl = self._beat_s * _CARD_BEATS
-        pipeline.set(keys.card(self._worker.name), self._card, px=int(ttl * 1000))
+        text = json.dumps(self._card, separators=(",", ":"))  # each time: it carries the engine's counters
+        pipeline.set(keys.card(self._worker.name), text, px=int(ttl * 1000))
         pipeline.zadd(keys.CARDS, {self._worker.name: time.time() + ttl})
 
     def withdraw(self) -> None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import hashlib
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lenspool.card import HookInfo, ModelCard
 from lenspool_cache import Store
 from lenspool_cache.keys import canonical_json
-from lenspool_worker.engine import Engine
+
+if TYPE_CHECKING:
+    from lenspool_worker.engine import Engine
+
 
 VOCABULARY_VERSION = 1
 """Raised when a hook's meaning changes: results of another vocabulary are other results."""

@@ -1,0 +1,327 @@
+"""The engine as the pool worker sees it: run a request, and its rows are in the store."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import itertools
+import logging
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lenspool.errors import EngineFailed, InvalidJob, LenspoolError, UnknownHook
+from lenspool_cache import Run, Store
+from lenspool_cache.keys import canonical_json
+from lenspool_cache.ranges import OpenRange
+from lenspool_worker.instrument import SPEC
+from lenspool_worker.verdicts import Verdicts, gone
+
+log = logging.getLogger(__name__)
+
+_CHECK_TOKENS = 8
+_TOLERANCE = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 5e-2}
+"""Relative L2 error that a sum of two tensors of a dtype may have in the check at boot."""
+
+
+@dataclass(frozen=True)
+class CaptureGroup:
+    """Hooks that want rows at the same positions."""
+
+    hooks: tuple[str, ...]
+    ranges: tuple[OpenRange, ...]
+
+
+@dataclass(frozen=True)
+class EngineRequest:
+    """One job for the engine.
+
+    Attributes
+    ----------
+    sampling
+        None for a capture: the prompt is run and nothing more.
+    run
+        Under what the rows are stored.
+    """
+
+    job_id: str
+    tokens: list[int]
+    captures: tuple[CaptureGroup, ...]
+    interventions: list[dict[str, Any]]
+    sampling: dict[str, Any] | None
+    run: Run
+
+
+@dataclass(frozen=True)
+class EngineResult:
+    """What the engine did: generated tokens, their text, and the number of rows it stored."""
+
+    token_ids: list[int]
+    text: str | None
+    finish_reason: str | None
+    computed_rows: int
+    run_s: float
+
+
+class Engine:
+    """An instrumented vLLM engine; its worker process writes captured rows into the store.
+
+    Parameters
+    ----------
+    model
+        Model folder.
+    store
+        Where rows go.
+    options
+        Arguments of vLLM's `AsyncEngineArgs`, over lenspool's defaults (eager, the checkpoint's dtype).
+
+    Attributes
+    ----------
+    hooks
+        After `start`: name, width, editable and shape of each hook.
+    info
+        After `start`: architecture, sizes, dtype and numerics.
+    """
+
+    def __init__(self, model: str, store: Store, options: dict[str, Any] | None = None) -> None:
+        self._model = Path(model)
+        self._store = store
+        self._options = dict(options or {})
+        self._llm: Any = None
+        self._verdicts = Verdicts()
+        self._numbers = itertools.count()
+        self._widths: dict[str, tuple[int, bool]] = {}
+        self.hooks: list[dict[str, Any]] = []
+        self.info: dict[str, Any] = {}
+
+    async def start(self) -> None:
+        """Boot vLLM, connect its worker process to the store, and check that every tap fires.
+
+        Raises
+        ------
+        EngineFailed
+            With the reason; nothing keeps running.
+        """
+        try:
+            await self._start()
+        except BaseException as error:
+            await self.stop()
+            if isinstance(error, LenspoolError) or not isinstance(error, Exception):
+                raise
+            raise EngineFailed(f"the engine did not start: {error}") from error
+
+    async def _start(self) -> None:
+        for name, value in (("VLLM_NO_USAGE_STATS", "1"), ("VLLM_LOGGING_LEVEL", "WARNING")):
+            os.environ.setdefault(name, value)
+        from vllm.v1.engine.async_llm import AsyncLLM  # heavy
+
+        from lenspool_worker.settings import describe, engine_arguments
+
+        arguments = engine_arguments(self._model, self._options)
+        await self._verdicts.open()
+        self._llm = AsyncLLM.from_engine_args(arguments)
+        self.info = describe(self._llm.vllm_config)
+        described = (await self._llm.collective_rpc("lenspool_describe"))[0]
+        if described["refusal"]:
+            raise EngineFailed(described["refusal"])
+        self.hooks = described["hooks"]
+        self._widths = {hook["name"]: (hook["width"], hook["editable"]) for hook in self.hooks}
+        connect = self._llm.collective_rpc("lenspool_connect", args=(self._verdicts.path, str(self._store.path)))
+        await asyncio.gather(connect, self._verdicts.connected())
+        await self._check()
+
+    async def _check(self) -> None:
+        """Run a few tokens over all hooks, and have the worker process look at the rows."""
+        names = [hook["name"] for hook in self.hooks]
+        count = min(_CHECK_TOKENS, self.info["max_model_len"] - 1)
+        tokens = [1 + i * 7 % (self.info["vocab_size"] - 1) for i in range(count)]
+        group = CaptureGroup(tuple(names), ((0, count),))
+        request = EngineRequest("check", tokens, (group,), [], None, Run({"check": True}))
+        verdict = {"op": "check", "hooks": names, "length": count, "tolerance": _TOLERANCE[self.info["dtype"]]}
+        _, answer = await self._execute(request, lambda _: verdict)
+        if answer["problems"]:
+            raise EngineFailed("the check at boot failed: " + "; ".join(answer["problems"][:5]))
+
+    @property
+    def alive(self) -> bool:
+        """Whether requests can run."""
+        return self._llm is not None and not self._llm.errored and not self._verdicts.lost
+
+    async def stop(self) -> None:
+        """Stop vLLM's processes."""
+        await self._verdicts.close()
+        if self._llm is not None:
+            if self._llm.output_handler is not None:
+                self._llm.output_handler.cancel()  # or it would report the end as a failure
+            await asyncio.to_thread(self._llm.shutdown)
+            self._llm = None
+
+    async def stats(self) -> dict[str, int]:
+        """Counters of the worker process: `steps`, `tokens`, `max_batch`, `preemptions`, `live`, `held_bytes`, ..."""
+        if not self.alive:
+            raise gone()
+        counts: dict[str, int] = (await self._llm.collective_rpc("lenspool_stats"))[0]
+        return counts
+
+    async def run(self, request: EngineRequest) -> EngineResult:
+        """Run a request; when this returns, all its rows are in the store under its run.
+
+        Cancelling it aborts the request in vLLM and drops its rows.
+
+        Raises
+        ------
+        InvalidJob
+            The request itself is wrong; vLLM has not seen it.
+        EngineFailed
+            Rows are missing, or the engine died (then `requeue` is set: another worker may run it).
+        """
+        self._check_request(request)
+        began = time.monotonic()
+
+        def commit(output: Any) -> dict[str, Any]:
+            return {
+                "op": "commit",
+                "length": len(request.tokens) + (len(output.token_ids) - 1 if request.sampling else 0),
+                "captures": _wire(request.captures),
+                "run": request.run.document,
+                "entries": {"generation": _generation(output, self._text)} if request.sampling else {},
+            }
+
+        output, answer = await self._execute(request, commit)
+        return EngineResult(
+            token_ids=list(output.token_ids) if request.sampling else [],
+            text=output.text if request.sampling and self._text else None,
+            finish_reason=output.finish_reason if request.sampling else None,
+            computed_rows=answer["rows"],
+            run_s=time.monotonic() - began,
+        )
+
+    @property
+    def _text(self) -> bool:
+        return not self._llm.vllm_config.model_config.skip_tokenizer_init
+
+    async def _execute(self, request: EngineRequest, verdict: Any) -> tuple[Any, dict[str, Any]]:
+        """Run a request in vLLM, then send its verdict; on any other way out its rows are dropped."""
+        if not self.alive:
+            raise gone()
+        from vllm.inputs import TokensPrompt
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        tag = f"{request.job_id}#{next(self._numbers)}"
+        prompt = TokensPrompt(prompt_token_ids=request.tokens)
+        if request.interventions:
+            # KV of an edited run is shared only with runs that are edited alike
+            prompt["cache_salt"] = hashlib.sha256(canonical_json(request.interventions)).hexdigest()
+        decided = False
+        try:
+            output = None
+            async for step in self._llm.generate(prompt, self._sampling(request, tag), tag):
+                output = step.outputs[0]
+            if output is None or output.finish_reason not in ("stop", "length"):
+                raise EngineFailed(f"vLLM ended the request with {output and output.finish_reason!r}")
+            decided = True
+            return output, await self._verdicts.send(tag, verdict(output))
+        except EngineDeadError as error:
+            raise gone() from error
+        finally:
+            if not decided:
+                self._verdicts.send(tag, {"op": "discard"}).add_done_callback(_ignore)
+
+    def _sampling(self, request: EngineRequest, tag: str) -> Any:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        sampling = request.sampling or {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True}
+        first = min((r[0] for group in request.captures for r in group.ranges), default=len(request.tokens))
+        return SamplingParams(
+            max_tokens=sampling["max_tokens"],
+            temperature=sampling["temperature"],
+            top_p=sampling.get("top_p", 1.0),
+            top_k=sampling.get("top_k", 0),
+            seed=sampling.get("seed"),
+            stop=sampling.get("stop") or None,
+            ignore_eos=sampling["ignore_eos"],
+            detokenize=self._text and request.sampling is not None,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            # cached positions are not run and yield no rows; the last prompt position is always run
+            skip_reading_prefix_cache=first < len(request.tokens) - 1,
+            extra_args={
+                SPEC: {"tag": tag, "captures": _wire(request.captures), "interventions": request.interventions}
+            },
+        )
+
+    def _check_request(self, request: EngineRequest) -> None:
+        """Refuse what would fail inside vLLM's worker process.
+
+        Raises
+        ------
+        InvalidJob
+            Or a subclass.
+        """
+        vocabulary, longest = self.info["vocab_size"], self.info["max_model_len"]
+        length = len(request.tokens) + (request.sampling["max_tokens"] if request.sampling else 1)
+        if not request.tokens or length > longest:
+            raise InvalidJob("prompt", f"prompt and generation take {length} tokens", f"2..{longest}")
+        for token in request.tokens:
+            if not 0 <= token < vocabulary:
+                raise InvalidJob("prompt", f"token id {token} is outside the vocabulary", f"0..{vocabulary - 1}")
+        for group in request.captures:
+            for name in group.hooks:
+                self._hook(name, "captures")
+            self._check_ranges(group.ranges, request, "captures.ranges")
+        for i, document in enumerate(request.interventions):
+            width, editable = self._hook(document["hook"], f"interventions[{i}].hook")
+            if not editable:
+                raise InvalidJob(f"interventions[{i}].hook", f"{document['hook']} cannot be edited")
+            self._check_ranges(document["ranges"], request, f"interventions[{i}].ranges")
+            value = document.get("value")
+            if isinstance(value, dict):
+                self._check_array(value["array"], width, f"interventions[{i}].value")
+        if request.sampling and request.sampling.get("stop") and not self._text:
+            raise InvalidJob("stop", "the model was served without a tokenizer", "no stop strings")
+
+    def _hook(self, name: str, field: str) -> tuple[int, bool]:
+        try:
+            return self._widths[name]
+        except KeyError:
+            raise UnknownHook(name, field=field) from None
+
+    def _check_ranges(self, ranges: Sequence[Sequence[int | None]], request: EngineRequest, field: str) -> None:
+        limit = len(request.tokens)
+        for start, stop in ranges:
+            closed = stop if stop is not None else (start or 0) + 1 if request.sampling else -1
+            if start is None or not 0 <= start < closed or (stop is not None and stop > limit):
+                raise InvalidJob(field, f"got [{start}, {stop}]", f"[start, stop) within 0..{limit}")
+
+    def _check_array(self, digest: str, width: int, field: str) -> None:
+        try:
+            array = self._store.get_array(digest)
+        except KeyError:
+            raise InvalidJob(field, f"the store does not have the array {digest[:16]}") from None
+        if array.shape != (width,) or array.dtype != np.float32:
+            raise InvalidJob(field, f"is {array.dtype} of shape {array.shape}", f"float32 of shape ({width},)")
+        if not np.isfinite(array).all():
+            raise InvalidJob(field, "holds NaN or Infinity", "finite numbers")
+
+
+def _wire(captures: Sequence[CaptureGroup]) -> list[Any]:
+    return [[list(group.hooks), [list(r) for r in group.ranges]] for group in captures]
+
+
+def _generation(output: Any, has_text: bool) -> dict[str, Any]:
+    return {
+        "token_ids": list(output.token_ids),
+        "text": output.text if has_text else None,
+        "finish_reason": output.finish_reason,
+    }
+
+
+def _ignore(future: asyncio.Future[dict[str, Any]]) -> None:
+    """Retrieve the outcome of a discard, of which nobody waits."""
+    if not future.cancelled():
+        future.exception()

@@ -1,0 +1,148 @@
+"""The instrument of one vLLM worker process: which requests are watched, and what each has yielded.
+
+The step thread (vLLM's) plans and takes rows; the sink's thread takes finished jobs away. A job's spec arrives with its
+request; nothing that is wrong with it may reach vLLM.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from lenspool_cache import Store
+from lenspool_worker.batch import Tracked, plan_step
+from lenspool_worker.capture import JobRows
+from lenspool_worker.edits import from_document
+from lenspool_worker.taps import Taps
+
+log = logging.getLogger(__name__)
+
+SPEC = "lenspool"
+"""Key of a request's spec in vLLM's `SamplingParams.extra_args`."""
+
+LOGITS = "unembed.hook_out"
+_LOGIT_ROWS = 128
+_VECTORS = 1024
+
+
+class Instrument:
+    """Jobs of one process.
+
+    Parameters
+    ----------
+    taps
+        Where rows come from.
+    device
+        Where the model runs.
+    """
+
+    def __init__(self, taps: Taps, device: torch.device) -> None:
+        self._taps = taps
+        self._device = device
+        self._sites = {name: number for number, name in enumerate(taps.names)}
+        self._tracked: dict[str, Tracked] = {}  # by vLLM's request id
+        self._jobs: dict[str, JobRows] = {}  # by tag, until the verdict
+        self._discarded: OrderedDict[str, None] = OrderedDict()
+        self._vectors: OrderedDict[str, torch.Tensor] = OrderedDict()
+        self._lock = threading.Lock()
+        self.store: Store | None = None
+        self.counts = {"steps": 0, "tokens": 0, "max_batch": 0, "preemptions": 0, "mixed_steps": 0}
+
+    # -- vLLM's step thread
+
+    def schedule(self, output: Any) -> None:
+        """Note the requests that a step begins, resumes or ends, from vLLM's scheduler output."""
+        for request_id in output.finished_req_ids:
+            self._tracked.pop(request_id, None)
+        for new in output.scheduled_new_reqs:
+            params = new.sampling_params
+            spec = (params.extra_args or {}).get(SPEC) if params is not None else None
+            # the V2 runner presents a preempted request as a new one: what it has yielded stays
+            if spec is not None and new.req_id not in self._tracked:
+                self._begin(new.req_id, spec)
+        resumed = getattr(output.scheduled_cached_reqs, "resumed_req_ids", ())
+        self.counts["preemptions"] += len(getattr(output, "preempted_req_ids", None) or resumed or ())
+
+    def _begin(self, request_id: str, spec: Mapping[str, Any]) -> None:
+        tag = str(spec["tag"])
+        with self._lock:
+            if tag in self._discarded:
+                return
+            rows = self._jobs[tag] = JobRows(tag)
+        captures, edits = [], []
+        try:
+            for names, ranges in spec["captures"]:
+                captures.append(([self._sites[name] for name in names], [(a, b) for a, b in ranges]))
+            for document in spec["interventions"]:
+                ranges = [(a, b) for a, b in document["ranges"]]
+                edits.append((self._sites[document["hook"]], from_document(document, self._vector), ranges))
+        except Exception as error:
+            log.exception("job %s cannot be set up", tag)
+            rows.fail(f"{type(error).__name__}: {error}")
+        self._tracked[request_id] = Tracked(rows, captures, edits)
+
+    def _vector(self, digest: str) -> torch.Tensor:
+        """An intervention's array on the device."""
+        vector = self._vectors.get(digest)
+        if vector is None:
+            if self.store is None:
+                raise RuntimeError("no store is connected")
+            vector = torch.from_numpy(self.store.get_array(digest)).to(self._device)
+            self._vectors[digest] = vector
+            while len(self._vectors) > _VECTORS:
+                self._vectors.popitem(last=False)
+        self._vectors.move_to_end(digest)
+        return vector
+
+    def plan(self, request_ids: Sequence[str], starts: Iterable[int], counts: Sequence[int]) -> None:
+        """Plan the step that is about to run, from the batch as the runner has ordered it."""
+        counts = [int(n) for n in counts]
+        self.counts["steps"] += 1
+        self.counts["tokens"] += sum(counts)
+        self.counts["max_batch"] = max(self.counts["max_batch"], len(counts))
+        self.counts["mixed_steps"] += 1 in counts and max(counts) > 1
+        try:
+            self._taps.plan = plan_step(request_ids, starts, counts, self._tracked) if self._tracked else None
+        except Exception as error:
+            log.exception("a step could not be planned")
+            self._taps.plan = None
+            for tracked in self._tracked.values():
+                tracked.rows.fail(f"planning: {error}")
+
+    def finish(self, hidden: torch.Tensor | None, model: Any) -> None:
+        """End the step: logits of the rows that were asked for, from the final norm's output `[tokens, d_model]`."""
+        plan = self._taps.plan
+        self._taps.plan = None
+        if plan is None or hidden is None:
+            return
+        for piece in plan.captures.get(self._sites[LOGITS], ()):
+            try:
+                for at in range(piece.start, piece.stop, _LOGIT_ROWS):
+                    stop = min(at + _LOGIT_ROWS, piece.stop)
+                    logits = model.compute_logits(hidden[at:stop])
+                    piece.job.add(LOGITS, piece.position + at - piece.start, logits)
+            except Exception as error:
+                log.exception("logits failed")
+                piece.job.fail(f"{LOGITS}: {error}")
+
+    # -- the sink's thread
+
+    def take(self, tag: str) -> JobRows | None:
+        """Take a job's rows away, at its verdict."""
+        with self._lock:
+            rows = self._jobs.pop(tag, None)
+            if rows is None:  # its request may still be on its way here
+                self._discarded[tag] = None
+                while len(self._discarded) > 10_000:
+                    self._discarded.popitem(last=False)
+        return rows
+
+    def stats(self) -> dict[str, int]:
+        """Counters, and what is held now."""
+        jobs = list(self._jobs.values())
+        return {**self.counts, "live": len(jobs), "held_bytes": sum(job.bytes for job in jobs)}

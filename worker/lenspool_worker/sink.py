@@ -1,0 +1,83 @@
+"""The way of finished rows: from vLLM's worker process straight into the store.
+
+The parent decides over each job when its request has ended, by a line of JSON over a Unix socket: `commit`, `discard`,
+or `check` at boot. No tensor crosses the socket. One thread here does what it says and answers.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from lenspool.errors import EngineFailed, to_wire
+from lenspool_cache import Run, Store
+from lenspool_cache import ranges as rg
+from lenspool_worker.capture import JobRows
+from lenspool_worker.instrument import Instrument
+from lenspool_worker.selfcheck import problems
+
+log = logging.getLogger(__name__)
+
+
+class Sink:
+    """Answers the parent's verdicts, in a thread of its own.
+
+    Parameters
+    ----------
+    path
+        Unix socket on which the parent listens.
+    """
+
+    def __init__(self, path: str, instrument: Instrument, store: Store) -> None:
+        self._instrument = instrument
+        self._store = store
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.connect(path)
+        self.written = 0
+        threading.Thread(target=self._serve, name="lenspool-sink", daemon=True).start()
+
+    def _serve(self) -> None:
+        with self._socket, self._socket.makefile("rwb") as stream:
+            for line in stream:
+                verdict = json.loads(line)
+                try:
+                    answer = self._obey(verdict)
+                except Exception as error:
+                    log.warning("job %s: %s", verdict["tag"], error)
+                    answer = {"error": to_wire(error)}
+                stream.write(json.dumps({"tag": verdict["tag"], **answer}).encode() + b"\n")
+                stream.flush()
+
+    def _obey(self, verdict: Mapping[str, Any]) -> dict[str, Any]:
+        rows = self._instrument.take(verdict["tag"])
+        if verdict["op"] == "discard":
+            return {"rows": 0}
+        if rows is None:
+            raise EngineFailed("the engine's worker process never saw the job")
+        if rows.error is not None:
+            raise EngineFailed(rows.error)
+        if verdict["op"] == "check":
+            return {"rows": 0, "problems": problems(rows, verdict["hooks"], verdict["length"], verdict["tolerance"])}
+        return {"rows": self._commit(rows, verdict)}
+
+    def _commit(self, rows: JobRows, verdict: Mapping[str, Any]) -> int:
+        entries: dict[str, list[tuple[int, np.ndarray]]] = {}
+        count = 0
+        for names, ranges in verdict["captures"]:
+            closed = rg.close([(a, b) for a, b in ranges], verdict["length"])
+            for name in names:
+                try:
+                    entries[name] = rows.assemble(name, closed)
+                except LookupError as error:
+                    raise EngineFailed(f"rows are missing: {error.args[0]}") from error
+            count += rg.count(closed) * len(names)
+        for name, document in verdict.get("entries", {}).items():
+            entries[name] = [(0, np.frombuffer(json.dumps(document).encode(), dtype=np.uint8)[:, None])]
+        self.written += self._store.put(Run(verdict["run"]), {k: v for k, v in entries.items() if v})
+        return count

@@ -1,0 +1,58 @@
+"""vLLM's worker, with taps in its model: what `worker_cls` names."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from vllm.platforms import current_platform
+
+from lenspool_cache import Store
+from lenspool_worker.families import Site, UnsupportedModel, install
+from lenspool_worker.instrument import Instrument
+from lenspool_worker.runner import attach
+from lenspool_worker.sink import Sink
+from lenspool_worker.taps import TAPS
+
+if TYPE_CHECKING or not current_platform.is_cpu():
+    from vllm.v1.worker.gpu_worker import Worker
+else:
+    from vllm.v1.worker.cpu_worker import CPUWorker as Worker
+
+
+class LensWorker(Worker):  # type: ignore[misc, valid-type]
+    """The platform's worker; taps go in right after the weights, before compilation and warm-up."""
+
+    _sites: list[Site]
+    _instrument: Instrument | None = None
+    _sink: Sink | None = None
+    _refusal: str | None = None
+
+    def load_model(self, *args: Any, **options: Any) -> None:
+        """Load the weights, and install the taps."""
+        super().load_model(*args, **options)
+        self._sites = []
+        try:
+            self._sites = install(self.model_runner.get_model(), TAPS)
+        except UnsupportedModel as error:
+            self._refusal = str(error)
+            return
+        self._instrument = Instrument(TAPS, self.device)
+        attach(self.model_runner, self._instrument)
+
+    # -- called by the parent; small JSON only
+
+    def lenspool_describe(self) -> dict[str, Any]:
+        """Hooks, or why there are none."""
+        return {"refusal": self._refusal, "hooks": [asdict(site) for site in self._sites]}
+
+    def lenspool_connect(self, socket_path: str, store_path: str) -> None:
+        """Open the store, and the way on which the parent's verdicts come."""
+        assert self._instrument is not None
+        self._instrument.store = Store(store_path)
+        self._sink = Sink(socket_path, self._instrument, self._instrument.store)
+
+    def lenspool_stats(self) -> dict[str, int]:
+        """Counters of this process; runs no step."""
+        assert self._instrument is not None
+        return {**self._instrument.stats(), "bytes_written": self._sink.written if self._sink else 0}
