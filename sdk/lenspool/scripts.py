@@ -18,8 +18,11 @@ if state == 'finished' and ARGV[3] == '0' then
   local last = redis.call('XREVRANGE', KEYS[5], '+', '-', 'COUNT', 1)
   if #last > 0 then return {'hit', last[1][2]} end
 end
-redis.call('DEL', KEYS[1], KEYS[5])
-for i = 6, 8 do redis.call('ZREM', KEYS[i], ARGV[1]) end
+if redis.call('EXISTS', KEYS[1], KEYS[5]) > 0 then
+  redis.call('DEL', KEYS[1], KEYS[5])
+  for i = 6, 8 do redis.call('ZREM', KEYS[i], ARGV[1]) end
+end
+-- the first write of a new job: a full Redis refuses a script only here
 redis.call('HSET', KEYS[1], unpack(ARGV, 5))
 redis.call('SADD', KEYS[3], KEYS[2])
 redis.call('SADD', KEYS[4], ARGV[2])

@@ -57,14 +57,6 @@ class Handlers:
     async def long_error(self, document: dict[str, Any]) -> dict[str, Any]:
         raise EngineFailed("x" * 5_000_000)
 
-    async def deaf(self, document: dict[str, Any]) -> dict[str, Any]:
-        """Ignores its cancellation."""
-        while True:
-            try:
-                await asyncio.sleep(60.0)
-            except asyncio.CancelledError:
-                continue
-
     async def cancel_itself(self, document: dict[str, Any]) -> dict[str, Any]:
         raise asyncio.CancelledError
 
