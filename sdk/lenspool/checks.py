@@ -66,8 +66,10 @@ def check(document: Any, card: ModelCard) -> None:
         raise InvalidJob("tokens", f"prompt and generation take {length} tokens", f"max_model_len {card.max_model_len}")
     if not isinstance(document.get("nonce", ""), str):
         raise InvalidJob("nonce", "not a string")
-    _check_captures(document.get("captures"), card, len(tokens), generating=kind == "generate")
-    _check_interventions(document.get("interventions"), card, len(tokens), generating=kind == "generate")
+    # a generation's last token is never fed back, so it has no position
+    end = len(tokens) + (sampling["max_tokens"] - 1 if sampling else 0)
+    _check_captures(document.get("captures"), card, end, generating=kind == "generate")
+    _check_interventions(document.get("interventions"), card, end, generating=kind == "generate")
 
 
 def _check_fetch(document: Mapping[str, Any]) -> None:
@@ -77,11 +79,11 @@ def _check_fetch(document: Mapping[str, Any]) -> None:
     if not isinstance(names, dict) or not names:
         raise InvalidJob("names", "not an object of entry name -> ranges", "at least one")
     for name, ranges in names.items():
-        _check_ranges(ranges, f"names.{name}", None)
+        _check_ranges(ranges, f"names.{name}", None, may_be_open=True)
     check_integer("limit", document.get("limit"), 1, None)
 
 
-def _check_captures(captures: Any, card: ModelCard, n_prompt: int, *, generating: bool) -> None:
+def _check_captures(captures: Any, card: ModelCard, end: int, *, generating: bool) -> None:
     if not isinstance(captures, list):
         raise InvalidJob("captures", "not a list", "a list of {hooks, ranges}")
     seen: set[str] = set()
@@ -93,7 +95,7 @@ def _check_captures(captures: Any, card: ModelCard, n_prompt: int, *, generating
             if name in seen:
                 raise InvalidJob(f"captures[{i}].hooks", f"{name} is asked for twice")
             seen.add(name)
-        _check_ranges(group.get("ranges"), f"captures[{i}].ranges", None if generating else n_prompt, n_prompt)
+        _check_ranges(group.get("ranges"), f"captures[{i}].ranges", end, may_be_open=generating)
 
 
 def _check_hook(name: Any, card: ModelCard, field: str) -> None:
@@ -101,8 +103,8 @@ def _check_hook(name: Any, card: ModelCard, field: str) -> None:
         raise UnknownHook(str(name), field=field)
 
 
-def _check_ranges(ranges: Any, field: str, end: int | None, n_prompt: int | None = None) -> None:
-    """Ranges must be sorted, disjoint ints from 0; `end` closes them, and then none may be open."""
+def _check_ranges(ranges: Any, field: str, end: int | None, *, may_be_open: bool) -> None:
+    """Ranges must be sorted, disjoint ints from 0 to `end`; the last one may be open where that is allowed."""
     allowed = "sorted, disjoint [start, stop) pairs" + (f" within 0..{end}" if end is not None else "")
     last = 0
     if not isinstance(ranges, list) or not ranges:
@@ -112,16 +114,15 @@ def _check_ranges(ranges: Any, field: str, end: int | None, n_prompt: int | None
             raise InvalidJob(field, f"got {pair!r}", allowed)
         start, stop = pair
         if stop is None:
-            if end is not None or i + 1 < len(ranges):
+            if not may_be_open or i + 1 < len(ranges):
                 raise InvalidJob(field, f"got the open range {pair!r}", allowed)
             continue
-        closed = end if end is not None else n_prompt
-        if type(stop) is not int or stop <= start or (closed is not None and stop > closed):
+        if type(stop) is not int or stop <= start or (end is not None and stop > end):
             raise InvalidJob(field, f"got {pair!r}", allowed)
         last = stop
 
 
-def _check_interventions(interventions: Any, card: ModelCard, n_prompt: int, *, generating: bool) -> None:
+def _check_interventions(interventions: Any, card: ModelCard, end: int, *, generating: bool) -> None:
     if not isinstance(interventions, list):
         raise InvalidJob("interventions", "not a list")
     for i, item in enumerate(interventions):
@@ -135,7 +136,7 @@ def _check_interventions(interventions: Any, card: ModelCard, n_prompt: int, *, 
         _check_hook(item.get("hook"), card, f"{at}.hook")
         if not card.hooks[item["hook"]].editable:
             raise UnsupportedHook(item["hook"], "it can be captured but not edited", field=f"{at}.hook")
-        _check_ranges(item.get("ranges"), f"{at}.ranges", None if generating else n_prompt, n_prompt)
+        _check_ranges(item.get("ranges"), f"{at}.ranges", end, may_be_open=generating)
         numbers = {"scale": ["factor"], "add": ["coefficient"]}.get(item["op"], [])
         value = item.get("value")
         if item["op"] in ("add", "set") and not isinstance(value, dict):

@@ -367,10 +367,8 @@ def _result(
         "cached": not job or (computed == 0 and not job.get("generated", False)),
         "provenance": provenance,
     }
-    if found.generation is not None:
-        ids = [*request.tokens, *found.generation["token_ids"]]
-        rest |= {"generation": found.generation, "prompt": request.tokens}
-    else:
-        ids = request.tokens
-        rest["token_ids"] = ids
+    made: dict[str, Any] | None = found.generation
+    generated: list[int] = made["token_ids"] if made is not None else []
+    ids = [*request.tokens, *generated]
+    rest |= {"token_ids": ids} if made is None else {"generation": made, "prompt": request.tokens}
     return result(request.card, tokens=tokenizer.tokens(ids) if tokenizer else None, **rest)

@@ -9,6 +9,7 @@ import numpy as np
 
 from lenspool import hooks as hk
 from lenspool.card import ModelCard
+from lenspool.errors import InvalidJob
 from lenspool_cache.codec import dtype_of
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ class Capture(Mapping[str, np.ndarray]):
     def __contains__(self, name: object) -> bool:
         try:
             return isinstance(name, str) and bool(self._name(name))
-        except (KeyError, ValueError, hk.InvalidJob):
+        except (KeyError, ValueError, InvalidJob):
             return False
 
     def torch(self, name: str) -> torch.Tensor:

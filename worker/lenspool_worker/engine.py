@@ -292,7 +292,7 @@ class Engine:
             raise UnknownHook(name, field=field) from None
 
     def _check_ranges(self, ranges: Sequence[Sequence[int | None]], request: EngineRequest, field: str) -> None:
-        limit = len(request.tokens)
+        limit = len(request.tokens) + (request.sampling["max_tokens"] - 1 if request.sampling else 0)
         for start, stop in ranges:
             closed = stop if stop is not None else (start or 0) + 1 if request.sampling else -1
             if start is None or not 0 <= start < closed or (stop is not None and stop > limit):

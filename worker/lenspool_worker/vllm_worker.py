@@ -20,7 +20,7 @@ else:
     from vllm.v1.worker.cpu_worker import CPUWorker as Worker
 
 
-class LensWorker(Worker):  # type: ignore[misc, valid-type]
+class LensWorker(Worker):
     """The platform's worker; taps go in right after the weights, before compilation and warm-up."""
 
     _sites: list[Site]

@@ -137,7 +137,8 @@ def capture(
 
     document, arrays = _ask(redis, model, work)
     if out is not None:
-        np.savez(out, **{name: a.astype(np.float32) for name, a in arrays.items()})
+        columns: dict[str, Any] = {name: a.astype(np.float32) for name, a in arrays.items()}
+        np.savez(out, **columns)
     if as_json:
         _print(document)
         return
