@@ -1,0 +1,165 @@
+"""Edits on plain tensors and on a stream that is a sum of two, over NaN, Infinity and large cancelling numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pytest
+import torch
+
+from lenspool_worker.batch import EditSlice, Slice, StepPlan
+from lenspool_worker.capture import JobRows
+from lenspool_worker.edits import Edit, from_document
+from lenspool_worker.taps import TAPS, Taps, tap, tap_stream
+
+VECTOR = torch.tensor([1.0, -2.0, 3.0, 0.5])
+BAD = torch.tensor([float("nan"), float("inf"), -float("inf"), 1.0])
+ADD = Edit("add", value=VECTOR, coefficient=2.0)
+
+
+def taps_with(edits: Sequence[Edit], start: int, stop: int, job: JobRows, taps: Taps | None = None) -> Taps:
+    """One site, edited and captured at rows [start, stop)."""
+    taps = taps or Taps()
+    site = taps.site("here")
+    pieces = [EditSlice(start, stop, edit, job) for edit in edits]
+    taps.plan = StepPlan({site: [Slice(start, stop, 10, job)]}, {site: pieces})
+    return taps
+
+
+def captured(job: JobRows, count: int) -> np.ndarray:
+    assert job.error is None
+    return job.assemble("here", [(10, 10 + count)])[0][1]
+
+
+@pytest.fixture
+def process_taps() -> Iterator[Taps]:
+    """The taps that the custom ops of this process call, as they were afterwards."""
+    names = list(TAPS.names)
+    yield TAPS
+    TAPS.plan = None
+    TAPS.names[:] = names
+
+
+def test_each_op_does_what_it_says() -> None:
+    rows = torch.arange(8.0).reshape(2, 4)
+    before = rows.clone()
+    load = {"digest": VECTOR}.__getitem__
+    cases: list[tuple[dict[str, object], torch.Tensor]] = [
+        ({"op": "zero"}, torch.zeros(2, 4)),
+        ({"op": "scale", "factor": -0.5}, rows * -0.5),
+        ({"op": "add", "value": {"array": "digest"}, "coefficient": 3.0}, rows + 3 * VECTOR),
+        ({"op": "add", "value": 0.25, "coefficient": 2.0}, rows + 0.5),
+        ({"op": "set", "value": {"array": "digest"}}, VECTOR.expand(2, 4)),
+        ({"op": "set", "value": -7.0}, torch.full((2, 4), -7.0)),
+    ]
+    for document, expected in cases:
+        assert torch.equal(from_document(document, load).apply(rows), expected), document
+    assert torch.equal(rows, before)
+    with pytest.raises(ValueError, match="unknown op 'spin'"):
+        Edit("spin").apply(rows)
+
+
+def test_set_does_not_hand_out_the_vector_itself() -> None:
+    Edit("set", value=VECTOR).apply(torch.zeros(2, 4)).fill_(9.0)
+    assert VECTOR.tolist() == [1.0, -2.0, 3.0, 0.5]
+
+
+@pytest.mark.parametrize("edit", [Edit("zero"), Edit("set", value=VECTOR), Edit("set", value=2.5)], ids=lambda e: e.op)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_assigning_edits_leave_nothing_of_nan_and_infinity(edit: Edit, dtype: torch.dtype) -> None:
+    """In a tensor, and in both parts of a stream; the rows around it stay as they are, bit for bit."""
+    expected = edit.apply(torch.zeros(2, 4))
+    hidden, residual = BAD.repeat(5, 1).to(dtype), BAD.flip(0).repeat(5, 1).to(dtype)
+    untouched = hidden.clone(), residual.clone()
+
+    job = JobRows("plain")
+    plain = hidden.clone()
+    taps_with([edit], 1, 3, job).plain(plain, 0)
+    assert torch.equal(plain[1:3].float(), expected)
+    assert np.array_equal(captured(job, 2).astype(np.float32), expected.numpy())
+    assert same_bits(plain[[0, 3, 4]], untouched[0][[0, 3, 4]])
+
+    job = JobRows("stream")
+    taps_with([edit], 1, 3, job).stream(hidden, residual, 0)
+    assert torch.equal((hidden + residual)[1:3].float(), expected)
+    assert np.array_equal(captured(job, 2).astype(np.float32), expected.numpy())
+    for got, was in zip((hidden, residual), untouched, strict=True):
+        assert same_bits(got[[0, 3, 4]], was[[0, 3, 4]])
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def test_add_moves_the_stream_by_exactly_one_rounding() -> None:
+    """bfloat16 halves of 1e4 that cancel: the new stream is the exact sum plus the vector, rounded once."""
+    generator = torch.Generator().manual_seed(0)
+    residual = (torch.randn(6, 4, generator=generator) + torch.tensor([1e4, -1e4, 0.0, 3.0])).bfloat16()
+    hidden = (torch.randn(6, 4, generator=generator) - torch.tensor([1e4, -1e4, 0.0, 1.0])).bfloat16()
+    exact = hidden.double() + residual.double() + 2 * VECTOR.double()
+    job = JobRows("tag")
+    taps_with([ADD], 0, 6, job).stream(hidden, residual, 0)
+    assert torch.equal(hidden + residual, exact.float().bfloat16())
+    assert np.array_equal(captured(job, 6).astype(np.float64), exact.float().bfloat16().double().numpy())
+
+
+def test_edits_apply_in_order_and_captures_come_after_them() -> None:
+    tensor = torch.ones(3, 4)
+    job = JobRows("tag")
+    taps_with([Edit("scale", factor=4.0), ADD, Edit("scale", factor=0.5)], 0, 2, job).plain(tensor, 0)
+    expected = (torch.full((4,), 4.0) + 2 * VECTOR) * 0.5
+    assert torch.equal(tensor, torch.stack([expected, expected, torch.ones(4)]))
+    assert np.array_equal(captured(job, 2), expected.repeat(2, 1).numpy())
+
+
+def test_two_jobs_in_one_tensor_do_not_meet() -> None:
+    tensor = torch.arange(24.0).reshape(6, 4)
+    first, second = JobRows("first"), JobRows("second")
+    taps = Taps()
+    site = taps.site("here")
+    taps.plan = StepPlan(
+        {site: [Slice(0, 2, 10, first), Slice(3, 6, 10, second)]}, {site: [EditSlice(0, 2, Edit("zero"), first)]}
+    )
+    expected = tensor.clone()
+    expected[:2] = 0
+    taps.plain(tensor, site)
+    assert torch.equal(tensor, expected)
+    assert np.array_equal(captured(first, 2), expected[:2].numpy())
+    assert np.array_equal(captured(second, 3), expected[3:].numpy())
+
+
+def test_a_failing_edit_is_charged_to_its_job_alone() -> None:
+    tensor = torch.ones(4, 4)
+    bad, good = JobRows("bad"), JobRows("good")
+    taps = Taps()
+    site = taps.site("here")
+    wrong = Edit("add", value=torch.ones(5))
+    taps.plan = StepPlan(
+        {site: [Slice(0, 2, 10, bad), Slice(2, 4, 10, good)]},
+        {site: [EditSlice(0, 2, wrong, bad), EditSlice(2, 4, Edit("zero"), good)]},
+    )
+    taps.plain(tensor, site)
+    assert bad.error is not None and bad.error.startswith("add: ")
+    assert np.array_equal(captured(good, 2), np.zeros((2, 4)))
+
+
+def test_the_custom_ops_reach_this_process_taps(process_taps: Taps) -> None:
+    job = JobRows("tag")
+    taps_with([ADD], 0, 2, job, process_taps)
+    site = len(process_taps.names) - 1
+    process_taps.plan = StepPlan({site: [Slice(0, 2, 10, job)]}, {site: [EditSlice(0, 2, ADD, job)]})
+    hidden, residual = torch.ones(3, 4), torch.ones(3, 4)
+    tap_stream(hidden, residual, site)
+    assert torch.equal(hidden + residual, torch.stack([2 + 2 * VECTOR, 2 + 2 * VECTOR, torch.full((4,), 2.0)]))
+    tap(hidden, site)
+    assert torch.equal(hidden[0], 2 * VECTOR)
+    process_taps.plan = None
+    tap(hidden, site)
+    assert torch.equal(hidden[0], 2 * VECTOR)
+
+
+def test_the_custom_ops_are_well_formed() -> None:
+    """torch's own check of the schema, mutation, fake implementation and tracing of a custom op."""
+    torch.library.opcheck(tap, (torch.ones(3, 4), 0))
+    torch.library.opcheck(tap_stream, (torch.ones(3, 4), torch.ones(3, 4), 0))
