@@ -65,8 +65,7 @@ class Instrument:
             # the V2 runner presents a preempted request as a new one: what it has yielded stays
             if spec is not None and new.req_id not in self._tracked:
                 self._begin(new.req_id, spec)
-        resumed = getattr(output.scheduled_cached_reqs, "resumed_req_ids", ())
-        self.counts["preemptions"] += len(getattr(output, "preempted_req_ids", None) or resumed or ())
+        self.counts["preemptions"] += len(output.preempted_req_ids or ())
 
     def _begin(self, request_id: str, spec: Mapping[str, Any]) -> None:
         tag = str(spec["tag"])
@@ -143,6 +142,7 @@ class Instrument:
         return rows
 
     def stats(self) -> dict[str, int]:
-        """Counters, and what is held now."""
+        """Counters, and what is held now: `live` jobs without a verdict, `tracked` requests that vLLM still has."""
         jobs = list(self._jobs.values())
-        return {**self.counts, "live": len(jobs), "held_bytes": sum(job.bytes for job in jobs)}
+        held = sum(job.bytes for job in jobs)
+        return {**self.counts, "live": len(jobs), "tracked": len(self._tracked), "held_bytes": held}

@@ -1,0 +1,89 @@
+"""Real vLLM engines on SmolLM2, one shared by most tests, and the oracle."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import pytest_asyncio
+
+from lenspool_cache import Store
+from lenspool_worker.engine import Engine
+from tests.engine.asking import Asker
+from tests.engine.oracle import Oracle
+
+
+@pytest.fixture(scope="session")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
+    with Store(tmp_path_factory.mktemp("engine") / "store") as opened:
+        yield opened
+
+
+@pytest.fixture(scope="session")
+def oracle(smollm2: Path) -> Oracle:
+    return Oracle(smollm2)
+
+
+@contextlib.asynccontextmanager
+async def booted(folder: Path, store: Store, **options: Any) -> AsyncIterator[Asker]:
+    """An engine for as long as it is needed."""
+    engine = Engine(str(folder), store, options)
+    await engine.start()
+    try:
+        yield Asker(engine, store)
+    finally:
+        await engine.stop()
+
+
+@pytest_asyncio.fixture(scope="session")
+async def engine(smollm2: Path, store: Store) -> AsyncIterator[Asker]:
+    """SmolLM2, float32, eager."""
+    async with booted(smollm2, store, max_model_len=1024) as asker:
+        yield asker
+
+
+@pytest.fixture(scope="session")
+def prompts(smollm2: Path) -> Callable[[list[int]], list[list[int]]]:
+    """Makes prompts of given lengths, as token ids: words in an order that is different in each."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(smollm2, local_files_only=True)
+    words = "apple river engine violin desert planet letter market winter mirror blue quickly said under four".split()
+    random = np.random.default_rng(0)
+
+    def make(lengths: list[int]) -> list[list[int]]:
+        made = []
+        for length in lengths:
+            ids = tokenizer("The " + " ".join(random.choice(words, length + 1)))["input_ids"]
+            made.append([int(i) for i in ids[:length]])
+            assert len(made[-1]) == length
+        return made
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama of 4 layers, d_model 128, 4 heads and 2 KV heads, without a tokenizer."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=1000,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        initializer_range=0.1,  # large enough for attention and logits that differ from token to token
+        tie_word_embeddings=False,
+    )
+    folder = tmp_path_factory.mktemp("models") / "tiny-llama"
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
