@@ -19,11 +19,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
-from lenspool_worker.demo_model import default_folder, prepare
 from rich.console import Console
 from rich.table import Table
 
 from lenspool import Client, add
+from lenspool_worker.demo_model import default_folder, prepare
 
 FOLDER = Path(".demo")
 PROMPT = "The Eiffel Tower is in the city of"
@@ -32,6 +32,18 @@ console = Console(width=110, highlight=False)
 
 def heading(text: str) -> None:
     console.print(f"\n[bold cyan]{text}[/]")
+
+
+def gone(group: int, seconds: float) -> bool:
+    """Whether a process group has ended, waiting for it."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        try:
+            os.killpg(group, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.1)
+    return False
 
 
 @contextmanager
@@ -53,12 +65,9 @@ def pool(model: Path) -> Iterator[str]:
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait(60)
-        try:
-            os.killpg(process.pid, 0)
-        except ProcessLookupError:
-            console.print(f"\npool stopped (exit status {process.returncode}), no process left behind")
-        else:
+        if not gone(process.pid, 10.0):
             raise SystemExit("the pool left processes behind")
+        console.print(f"\npool stopped (exit status {process.returncode}), no process left behind")
 
 
 class Lens:
@@ -73,9 +82,10 @@ class Lens:
         self.head = head.astype(np.float32)
         self.eps = json.loads((model / "config.json").read_text())["rms_norm_eps"]
 
-    def top(self, stream: np.ndarray) -> int:
+    def top(self, stream: np.ndarray, count: int) -> list[int]:
+        """The `count` most likely token ids."""
         normed = stream / np.sqrt(np.mean(stream**2) + self.eps) * self.norm
-        return int(np.argmax(self.head @ normed))
+        return [int(t) for t in np.argsort(-(self.head @ normed))[:count]]
 
 
 async def capture(client: Client, lens: Lens) -> None:
@@ -83,16 +93,13 @@ async def capture(client: Client, lens: Lens) -> None:
     began = time.perf_counter()
     first = await client.capture(PROMPT, "blocks.*.hook_resid_post")
     computed_s = time.perf_counter() - began
-    tokenizer_text = (await client.capture(PROMPT, "hook_embed")).tokens
-    console.print(f"tokens: {tokenizer_text}")
-    table = Table("hook", "shape", "norm at the last token", "read there by the logit lens")
-    for layer in (0, 5, 10, 15, 20, 25, 29):
+    console.print(f"tokens: {first.tokens}")
+    table = Table("hook", "shape", "norm at the last token", "next token there, by the logit lens")
+    for layer in (0, 10, 20, 25, 26, 27, 28, 29):
         rows = first[f"resid_post.{layer}"]
-        token = lens.top(rows[-1].astype(np.float32))
-        word = (await client.capture([token], "hook_embed")).tokens
-        table.add_row(
-            f"blocks.{layer}.hook_resid_post", str(rows.shape), f"{np.linalg.norm(rows[-1]):.1f}", repr(word[0])
-        )
+        words = (await client.capture(lens.top(rows[-1], 3), "hook_embed")).tokens or []
+        norm = f"{np.linalg.norm(rows[-1]):.1f}"
+        table.add_row(f"blocks.{layer}.hook_resid_post", str(rows.shape), norm, "  ".join(map(repr, words)))
     console.print(table)
 
     heading("2. The same again")
@@ -109,33 +116,45 @@ async def capture(client: Client, lens: Lens) -> None:
 
 async def steer(client: Client) -> None:
     heading("3. An intervention: the same question, steered")
-    hook, layer_prompts = "blocks.12.hook_resid_post", ("I love the ocean and the sea", "I love the city and the town")
-    ocean, city = [(await client.capture(p, hook, positions="last"))[hook][0] for p in layer_prompts]
-    direction = (ocean - city).astype(np.float32)
+    hook = "blocks.16.hook_resid_post"
+    pair = ("I love the ocean, the sea, the waves and the beach", "I love the office, the desk, the paper and the room")
+    ocean, office = [(await client.capture(p, hook, positions=slice(1, None)))[hook].mean(axis=0) for p in pair]
     messages = [{"role": "user", "content": "Tell me about your favourite place."}]
     plain = await client.generate(messages, max_tokens=40)
-    steered = await client.generate(
-        messages, max_tokens=40, interventions=[add(hook, direction, coefficient=3.0, positions="all")]
-    )
+    edit = add(hook, ocean - office, coefficient=1.5)
+    steered = await client.generate(messages, max_tokens=40, interventions=edit)
     console.print(f"[bold]plain:[/]   {plain.text!r}\n[bold]steered:[/] {steered.text!r}")
 
 
-async def crowd(url: str) -> None:
+async def counters(client: Client) -> dict[str, int]:
+    """The engine's counters, read after now."""
+    began = time.time()
+    while True:
+        (worker,) = (await client.status())[0]["workers"]
+        if worker.get("time", 0) > began:
+            return worker
+        await asyncio.sleep(0.1)
+
+
+async def crowd(first: Client) -> None:
     heading("4. Ten clients at once, 12 prompts each, half of them shared")
     shared = [f"The number {i} is followed by the number" for i in range(6)]
+    before = await counters(first)
 
-    async def one(k: int) -> tuple[int, int]:
-        async with Client(url) as client:
+    async def one(k: int) -> list[tuple[int, ...]]:
+        async with Client(first.url) as client:
             prompts = shared + [f"Client {k} asks about the year {1900 + 10 * i}" for i in range(6)]
-            results = [r async for r in client.map(prompts, "blocks.*.hook_resid_post", positions="last")]
-            return len(results), sum(r.provenance["reused_rows"] > 0 for r in results)
+            results = client.map(prompts, "blocks.*.hook_resid_post", positions="last")
+            return [tuple(result.token_ids) async for result in results]
 
     began = time.perf_counter()
-    counts = await asyncio.gather(*(one(k) for k in range(10)))
+    asked = [tokens for answers in await asyncio.gather(*(one(k) for k in range(10))) for tokens in answers]
     seconds = time.perf_counter() - began
-    asked = sum(n for n, _ in counts)
+    after = await counters(first)
     console.print(
-        f"{asked} answers in {seconds:.1f} s ({asked / seconds:.0f}/s); {6 + 60} distinct prompts, each computed once"
+        f"{len(asked)} answers in {seconds:.1f} s ({len(asked) / seconds:.0f}/s)\n"
+        f"{len(set(asked))} distinct prompts of {sum(map(len, set(asked)))} tokens; "
+        f"the engine ran {after['tokens'] - before['tokens']} tokens in {after['steps'] - before['steps']} steps"
     )
 
 
@@ -147,7 +166,7 @@ async def main(url: str, model: Path) -> None:
         )
         await capture(client, Lens(model))
         await steer(client)
-        await crowd(url)
+        await crowd(client)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from lenspool.job import Request, prepare
 from lenspool.queue import JobQueue, JobTicket
 from lenspool.result import Capture, Generation
 from lenspool.sampling import sampling_document
-from lenspool.tokenizer import Tokenizer
+from lenspool.tokenizer import Tokenizer, from_bytes
 from lenspool_cache import CacheError
 from lenspool_cache import ranges as rg
 from lenspool_cache.keys import array_digest
@@ -285,7 +285,7 @@ class Client:
                     blob = await self._queue.redis.get(keys.tokenizer(card.tokenizer))
                     if blob is None:
                         raise UnknownModel(card.name, [])
-                    tokenizer = await asyncio.to_thread(Tokenizer, json.loads(blob))
+                    tokenizer = await asyncio.to_thread(from_bytes, blob)
                 access = await asyncio.to_thread(open_access, self._queue, card, self._store, self._inline_limit)
                 self._ready = card, tokenizer, access
             return self._ready

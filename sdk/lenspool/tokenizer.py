@@ -10,6 +10,7 @@ from __future__ import annotations
 import datetime
 import json
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import jinja2
@@ -54,6 +55,12 @@ def _environment() -> jinja2.Environment:
     env.globals["raise_exception"] = _raise_exception
     env.globals["strftime_now"] = _strftime_now
     return env
+
+
+@lru_cache(maxsize=8)
+def from_bytes(data: bytes) -> Tokenizer:
+    """Tokenizer of a blob's JSON bytes; parsing takes a moment, so a process does it once per model."""
+    return Tokenizer(json.loads(data))
 
 
 class Tokenizer:

@@ -209,14 +209,14 @@ class Engine:
         """Run a request in vLLM, then send its verdict; on any other way out its rows are dropped."""
         if not self.alive:
             raise gone()
-        from vllm.inputs import TokensPrompt
+        from vllm.inputs.engine import tokens_input
         from vllm.v1.engine.exceptions import EngineDeadError
 
         tag = f"{request.job_id}#{next(self._numbers)}"
-        prompt = TokensPrompt(prompt_token_ids=request.tokens)
-        if request.interventions:
-            # KV of an edited run is shared only with runs that are edited alike
-            prompt["cache_salt"] = hashlib.sha256(canonical_json(request.interventions)).hexdigest()
+        # KV of an edited run is shared only with runs that are edited alike
+        edits = request.interventions
+        salt = hashlib.sha256(canonical_json(edits)).hexdigest() if edits else None
+        prompt = tokens_input(request.tokens, cache_salt=salt)
         decided = False
         try:
             output = None
