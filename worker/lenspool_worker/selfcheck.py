@@ -15,8 +15,8 @@ def problems(rows: JobRows, hooks: Sequence[str], length: int, tolerance: float)
     Parameters
     ----------
     tolerance
-        Largest relative L2 error of an identity of the residual stream (Elhage et al. 2021, "A Mathematical Framework
-        for Transformer Circuits"): the stream is the sum of what the blocks write.
+        Largest relative L2 error, at any position, of an identity of the residual stream (Elhage et al. 2021, "A
+        Mathematical Framework for Transformer Circuits"): the stream is the sum of what the blocks write.
     """
     found: list[str] = []
     arrays: dict[str, np.ndarray] = {}
@@ -38,11 +38,17 @@ def problems(rows: JobRows, hooks: Sequence[str], length: int, tolerance: float)
             identities.append((f"{after}.hook_resid_pre", [f"{here}.hook_resid_post"]))
         for whole, parts in identities:
             if whole in arrays and all(part in arrays for part in parts):
-                error = _relative(np.sum([arrays[part] for part in parts], axis=0), arrays[whole])
+                error = _relative([arrays[part] for part in parts], arrays[whole])
                 if not error <= tolerance:
                     found.append(f"{whole} differs from {' + '.join(parts)} by {error:.1e}")
     return found
 
 
-def _relative(got: np.ndarray, expected: np.ndarray) -> float:
-    return float(np.linalg.norm(got - expected) / max(float(np.linalg.norm(expected)), 1e-30))
+def _relative(parts: Sequence[np.ndarray], whole: np.ndarray) -> float:
+    """Relative error at the worst position: one token's massive activations must not hide the others' errors.
+
+    Relative to the largest of the tensors, as these are what has been rounded when two of them cancel.
+    """
+    scale = np.max([np.linalg.norm(array, axis=1) for array in (*parts, whole)], axis=0)
+    error = np.linalg.norm(np.sum(parts, axis=0) - whole, axis=1)
+    return float(np.max(error / np.maximum(scale, 1e-30)))
