@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
+
+import numpy as np
 
 from lenspool.hooks import template
 
@@ -22,13 +24,32 @@ class HookInfo:
     editable
         Whether interventions may be placed here.
     shape
-        Names of the dimensions of a captured array, e.g. `("pos", "d_model")`.
+        Names of the dimensions of a captured array, e.g. `("pos", "head", "d_head")`.
+    dims
+        Sizes of the dimensions of one position's numbers, e.g. `(9, 64)`; `width` is their product. 0 stands for the
+        number of positions of the run, and then `width` is 0. Empty: `(width,)`.
+    dtype
+        Numpy name, where it is not the model's.
     """
 
     name: str
     width: int
     editable: bool
     shape: tuple[str, ...] = ("pos", "d_model")
+    dims: tuple[int, ...] = ()
+    dtype: str | None = None
+
+    def arrange(self, rows: np.ndarray) -> np.ndarray:
+        """Give rows `[positions, width]`, as they are stored, the hook's shape.
+
+        Stored rows of an attention pattern belong to query positions: `[q_pos, head * k_pos]` becomes
+        `[head, q_pos, k_pos]`.
+        """
+        if 0 in self.dims:
+            heads = self.dims[0]
+            shaped = rows.reshape(len(rows), heads, rows.shape[1] // heads)
+            return np.ascontiguousarray(shaped.swapaxes(0, 1))
+        return rows.reshape(len(rows), *self.dims) if self.dims else rows
 
 
 @dataclass(frozen=True)
@@ -71,12 +92,13 @@ class ModelCard:
     worker: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON form; hooks of equal form in several layers are written once."""
+        """JSON form; hooks that are alike in several layers are written once."""
         document = {f.name: getattr(self, f.name) for f in fields(self)}
-        groups: dict[str, dict[str, Any]] = {}
+        groups: dict[HookInfo, dict[str, Any]] = {}
         for info in self.hooks.values():
             form = template(info.name)
-            group = groups.setdefault(form, {**asdict(info), "name": form, "shape": list(info.shape), "layers": None})
+            fields_ = {**asdict(info), "name": form, "shape": list(info.shape), "dims": list(info.dims)}
+            group = groups.setdefault(replace(info, name=form), {**fields_, "layers": None})
             if form != info.name:
                 group["layers"] = [*(group["layers"] or []), int(info.name.split(".")[1])]
         document["hooks"] = list(groups.values())
@@ -97,5 +119,12 @@ def _hooks(groups: Iterable[Mapping[str, Any]]) -> dict[str, HookInfo]:
         layers = group.get("layers")
         for layer in [None] if layers is None else layers:
             name = group["name"] if layer is None else group["name"].replace("{layer}", str(layer))
-            out[name] = HookInfo(name, group["width"], group["editable"], tuple(group["shape"]))
+            out[name] = HookInfo(
+                name,
+                group["width"],
+                group["editable"],
+                tuple(group["shape"]),
+                tuple(group.get("dims", ())),
+                group.get("dtype"),
+            )
     return out

@@ -1,7 +1,7 @@
 """Hook names: the vocabulary, its aliases and short forms, and their resolution against a model's card.
 
-Canonical names are TransformerLens's. `{layer}` stands for a block index. Which of them a model serves, and how wide
-they are, is said by its card (`lenspool.card`).
+Canonical names stand in `lenspool.vocabulary`; `{layer}` stands for a block index. Which of them a model serves, and
+how wide they are, is said by its card (`lenspool.card`).
 """
 
 from __future__ import annotations
@@ -14,60 +14,18 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from lenspool.errors import InvalidJob, UnknownHook, UnsupportedHook
+from lenspool.vocabulary import HOOK_POINTS
 
 if TYPE_CHECKING:
     from lenspool.card import ModelCard
 
-VOCABULARY: tuple[str, ...] = (
-    "hook_embed",
-    "hook_pos_embed",
-    "blocks.{layer}.hook_resid_pre",
-    "blocks.{layer}.ln1.hook_scale",
-    "blocks.{layer}.ln1.hook_normalized",
-    "blocks.{layer}.ln1.hook_out",
-    "blocks.{layer}.attn.hook_q",
-    "blocks.{layer}.attn.hook_k",
-    "blocks.{layer}.attn.hook_v",
-    "blocks.{layer}.attn.hook_rot_q",
-    "blocks.{layer}.attn.hook_rot_k",
-    "blocks.{layer}.attn.hook_attn_scores",
-    "blocks.{layer}.attn.hook_pattern",
-    "blocks.{layer}.attn.hook_z",
-    "blocks.{layer}.attn.hook_result",
-    "blocks.{layer}.hook_attn_out",
-    "blocks.{layer}.hook_resid_mid",
-    "blocks.{layer}.ln2.hook_scale",
-    "blocks.{layer}.ln2.hook_normalized",
-    "blocks.{layer}.ln2.hook_out",
-    "blocks.{layer}.mlp.hook_pre",
-    "blocks.{layer}.mlp.hook_pre_linear",
-    "blocks.{layer}.mlp.hook_post",
-    "blocks.{layer}.hook_mlp_out",
-    "blocks.{layer}.hook_resid_post",
-    "ln_final.hook_scale",
-    "ln_final.hook_normalized",
-    "ln_final.hook_out",
-    "unembed.hook_out",
-)
+VOCABULARY: tuple[str, ...] = tuple(point.name for point in HOOK_POINTS)
 """Every hook of the vocabulary, in network order."""
 
-ALIASES: dict[str, str] = {
-    "embed.hook_out": "hook_embed",
-    "embed": "hook_embed",
-    "blocks.{layer}.hook_in": "blocks.{layer}.hook_resid_pre",
-    "blocks.{layer}.ln1.hook_in": "blocks.{layer}.hook_resid_pre",
-    "blocks.{layer}.attn.hook_out": "blocks.{layer}.hook_attn_out",
-    "blocks.{layer}.ln2.hook_in": "blocks.{layer}.hook_resid_mid",
-    "blocks.{layer}.mlp.hook_out": "blocks.{layer}.hook_mlp_out",
-    "blocks.{layer}.hook_out": "blocks.{layer}.hook_resid_post",
-    "resid_pre.{layer}": "blocks.{layer}.hook_resid_pre",
-    "attn_out.{layer}": "blocks.{layer}.hook_attn_out",
-    "resid_mid.{layer}": "blocks.{layer}.hook_resid_mid",
-    "mlp_out.{layer}": "blocks.{layer}.hook_mlp_out",
-    "resid_post.{layer}": "blocks.{layer}.hook_resid_post",
-    "logits": "unembed.hook_out",
-}
-"""Other names of a hook: TransformerLens 3's bridge names, and short forms."""
+ALIASES: dict[str, str] = {alias: point.name for point in HOOK_POINTS for alias in point.aliases}
+"""Other names of a hook: TransformerLens 3's bridge names, and short forms. Where a model serves a hook of an alias's
+own name, the name means that hook.
+"""
 
 _LAYER = re.compile(r"(?<=\.)(-?\d+)(?=\.|$)")
 
@@ -97,7 +55,7 @@ def _names_and_aliases(hooks: tuple[str, ...]) -> dict[str, str]:
         for name in hooks:
             if template(name) == target:
                 layer = _LAYER.search(name)
-                table[alias.replace("{layer}", layer.group() if layer else "")] = name
+                table.setdefault(alias.replace("{layer}", layer.group() if layer else ""), name)
     return table
 
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from lenspool import hooks as hk
 from lenspool import positions as ps
-from lenspool.card import ModelCard
+from lenspool.card import HookInfo, ModelCard
 from lenspool.errors import InvalidJob, UnsupportedHook
 from lenspool_cache.keys import array_digest
 from lenspool_cache.ranges import OpenRange
@@ -45,7 +45,8 @@ class Intervention:
     hook
         Name, alias, short form or glob.
     value
-        `scale`: the factor. `add`, `set`: a number, an array of shape `[width]`, or an `ArrayRef`. `zero`: None.
+        `scale`: the factor. `add`, `set`: a number, an array of shape `[width]` or of the
+        hook's own shape (`[head, d_head]`), or an `ArrayRef`. `zero`: None.
     coefficient
         `add` multiplies its value by it.
     positions, phase
@@ -154,32 +155,37 @@ def to_documents(
         for name in names:
             if not card.hooks[name].editable:
                 raise UnsupportedHook(name, "it can be captured but not edited", field=f"{at}.hook")
-            documents.append(_document(item, name, card.hooks[name].width, selected, arrays, at))
+            documents.append(_document(item, card.hooks[name], selected, arrays, at))
     return documents, arrays
 
 
 def _document(
-    item: Intervention, name: str, width: int, selected: list[OpenRange], arrays: dict[str, np.ndarray], at: str
+    item: Intervention, hook: HookInfo, selected: list[OpenRange], arrays: dict[str, np.ndarray], at: str
 ) -> dict[str, Any]:
-    document: dict[str, Any] = {"hook": name, "op": item.op, "ranges": [list(r) for r in selected]}
+    document: dict[str, Any] = {"hook": hook.name, "op": item.op, "ranges": [list(r) for r in selected]}
     if item.op == "scale":
         document["factor"] = _number(item.value, f"{at}.factor")
     if item.op == "add":
         document["coefficient"] = _number(item.coefficient, f"{at}.coefficient")
     if item.op in ("add", "set"):
-        document["value"] = _value(item.value, name, width, arrays, f"{at}.value")
+        document["value"] = _value(item.value, hook, arrays, f"{at}.value")
     return document
 
 
-def _value(value: Any, name: str, width: int, arrays: dict[str, np.ndarray], field: str) -> float | dict[str, str]:
+def _value(value: Any, hook: HookInfo, arrays: dict[str, np.ndarray], field: str) -> float | dict[str, str]:
     if not isinstance(value, ArrayRef) and _is_number(value):
         return _number(value.item() if hasattr(value, "item") else value, field)
-    if isinstance(value, ArrayRef):
-        shape, digest = value.shape, value.digest
-    else:
+    shapes = dict.fromkeys([(hook.width,), hook.dims or (hook.width,)])
+    shape = tuple(value.shape) if isinstance(value, ArrayRef) else None
+    if shape is None:
         array = as_float32(value, field)
-        shape, digest = array.shape, array_digest(array)
-        arrays[digest] = array
-    if shape != (width,):
-        raise InvalidJob(field, f"has shape {tuple(shape)}", f"a number or shape ({width},), the width of {name}")
+        shape = array.shape
+    if shape not in shapes:
+        expected = " or ".join(map(str, shapes))
+        raise InvalidJob(field, f"has shape {shape}", f"a number or shape {expected}, as {hook.name} has")
+    if isinstance(value, ArrayRef):
+        return {"array": value.digest}
+    array = array.reshape(-1)
+    digest = array_digest(array)
+    arrays[digest] = array
     return {"array": digest}

@@ -72,7 +72,10 @@ class Capture(Mapping[str, np.ndarray]):
         raise KeyError(f"{name} was not captured; this result has {', '.join(self.hooks) or 'no hooks'}")
 
     def __getitem__(self, name: str) -> np.ndarray:
-        """Rows of one hook, `[rows, ...]` in the model's dtype (bfloat16 as `ml_dtypes.bfloat16`), read-only.
+        """Rows of one hook in the model's dtype (bfloat16 as `ml_dtypes.bfloat16`), read-only.
+
+        The shape is the hook's (`HookInfo.shape`), with the rows in place of `pos`: `[rows, d_model]`,
+        `[rows, head, d_head]`, `[head, rows, k_pos]`.
 
         Raises
         ------
@@ -83,14 +86,16 @@ class Capture(Mapping[str, np.ndarray]):
         """
         name = self._name(name)
         if name not in self._arrays:
-            array = self._reader(name) if len(self.positions) else self._empty(name)
+            rows = self._reader(name) if len(self.positions) else self._empty(name)
+            array = self._card.hooks[name].arrange(rows)
             array.flags.writeable = False
             self._arrays[name] = array
         return self._arrays[name]
 
     def _empty(self, name: str) -> np.ndarray:
         """The rows of a selection without rows: the generated positions of a generation of one token."""
-        return np.empty((0, self._card.hooks[name].width), dtype_of(self._card.dtype))
+        info = self._card.hooks[name]
+        return np.empty((0, info.width), dtype_of(info.dtype or self._card.dtype))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.hooks)
