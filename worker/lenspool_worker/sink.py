@@ -67,16 +67,19 @@ class Sink:
         return {"rows": self._commit(rows, verdict)}
 
     def _commit(self, rows: JobRows, verdict: Mapping[str, Any]) -> int:
+        wanted: dict[str, list[rg.OpenRange]] = {}  # a hook may stand in several groups
+        for names, ranges in verdict["captures"]:
+            for name in names:
+                wanted.setdefault(name, []).extend((a, b) for a, b in ranges)
         entries: dict[str, list[tuple[int, np.ndarray]]] = {}
         count = 0
-        for names, ranges in verdict["captures"]:
-            closed = rg.close([(a, b) for a, b in ranges], verdict["length"])
-            for name in names:
-                try:
-                    entries[name] = rows.assemble(name, closed)
-                except LookupError as error:
-                    raise EngineFailed(f"rows are missing: {error.args[0]}") from error
-            count += rg.count(closed) * len(names)
+        for name, ranges in wanted.items():
+            closed = rg.close(ranges, verdict["length"])
+            try:
+                entries[name] = rows.assemble(name, closed)
+            except LookupError as error:
+                raise EngineFailed(f"rows are missing: {error.args[0]}") from error
+            count += rg.count(closed)
         for name, document in verdict.get("entries", {}).items():
             entries[name] = [(0, np.frombuffer(json.dumps(document).encode(), dtype=np.uint8)[:, None])]
         self.written += self._store.put(Run(verdict["run"]), {k: v for k, v in entries.items() if v})
