@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+OPS = ("zero", "scale", "add", "set")
+
 
 @dataclass(frozen=True)
 class Edit:

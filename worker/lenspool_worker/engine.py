@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import itertools
 import logging
+import math
 import os
 import time
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from lenspool.errors import EngineFailed, InvalidJob, LenspoolError, UnknownHook
 from lenspool_cache import Run, Store
 from lenspool_cache.keys import canonical_json
 from lenspool_cache.ranges import OpenRange
+from lenspool_worker.edits import OPS
 from lenspool_worker.instrument import SPEC
 from lenspool_worker.verdicts import Verdicts, gone
 
@@ -210,7 +212,7 @@ class Engine:
         if not self.alive:
             raise gone()
         from vllm.inputs.engine import tokens_input
-        from vllm.v1.engine.exceptions import EngineDeadError
+        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
         tag = f"{request.job_id}#{next(self._numbers)}"
         # KV of an edited run is shared only with runs that are edited alike
@@ -224,10 +226,13 @@ class Engine:
                 output = step.outputs[0]
             if output is None or output.finish_reason not in ("stop", "length"):
                 raise EngineFailed(f"vLLM ended the request with {output and output.finish_reason!r}")
+            answer = self._verdicts.send(tag, verdict(output))
             decided = True
-            return output, await self._verdicts.send(tag, verdict(output))
+            return output, await answer
         except EngineDeadError as error:
             raise gone() from error
+        except (EngineGenerateError, ValueError) as error:
+            raise EngineFailed(f"vLLM refused the request: {error}") from error
         finally:
             if not decided:
                 self._verdicts.send(tag, {"op": "discard"}).add_done_callback(_ignore)
@@ -278,6 +283,12 @@ class Engine:
             width, editable = self._hook(document["hook"], f"interventions[{i}].hook")
             if not editable:
                 raise InvalidJob(f"interventions[{i}].hook", f"{document['hook']} cannot be edited")
+            if document["op"] not in OPS:
+                raise InvalidJob(f"interventions[{i}].op", f"unknown op {document['op']!r}", ", ".join(OPS))
+            for name in ("factor", "coefficient", "value"):
+                number = document.get(name, 0.0)
+                if not isinstance(number, dict) and not math.isfinite(number):
+                    raise InvalidJob(f"interventions[{i}].{name}", f"is {number}", "a finite number")
             self._check_ranges(document["ranges"], request, f"interventions[{i}].ranges")
             value = document.get("value")
             if isinstance(value, dict):
