@@ -1,0 +1,5 @@
+"""`python -m lenspool.cli`: the same as `lenspool`."""
+
+from lenspool.cli.main import app
+
+app()

@@ -1,0 +1,165 @@
+"""A pool's life: stopped in the middle of work, nothing is lost; with a second worker nobody notices a death."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+import lenspool
+import lenspool.sync
+from lenspool import Client, PoolUnavailable
+from lenspool.broker import Broker
+from tests.e2e.conftest import relative
+
+HOOKS = ["blocks.*.hook_resid_post", "logits"]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama of two layers, without a tokenizer."""
+    config = transformers.LlamaConfig(
+        vocab_size=500,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("models") / "Tiny_Llama"
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@contextlib.contextmanager
+def worker(tiny: Path, url: str, store: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A worker as `lenspool worker` starts it; killed at the end if it still runs."""
+    command = [sys.executable, "-m", "lenspool.cli", "worker", "--no-compiled", "--model", str(tiny)]
+    process = subprocess.Popen([*command, "--redis", url, "--store", str(store)], start_new_session=True)
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+async def served(client: Client, workers: int = 1) -> None:
+    """Wait until that many workers serve."""
+    async with asyncio.timeout(240):
+        while sum(len(row["workers"]) for row in await client.status()) < workers:
+            await asyncio.sleep(0.2)
+
+
+async def group_gone(group: int) -> None:
+    async with asyncio.timeout(20):
+        while True:
+            try:
+                os.killpg(group, 0)
+            except ProcessLookupError:
+                return
+            await asyncio.sleep(0.1)
+
+
+@pytest.fixture
+async def broker() -> AsyncIterator[Broker]:
+    with Broker() as running:
+        yield running
+
+
+async def test_sigterm_in_the_middle_of_work_loses_nothing(tiny: Path, broker: Broker, tmp_path: Path) -> None:
+    async with Client(broker.url, store=tmp_path / "store") as client:
+        with worker(tiny, broker.url, tmp_path / "store") as first:
+            await served(client)
+            card = await client.card()
+            assert card.name == "tiny-llama" and card.tokenizer is None
+            long = [
+                asyncio.create_task(client.generate([5, i], max_tokens=400, ignore_eos=True, hooks="resid_post.1"))
+                for i in range(100)
+            ]
+            await asyncio.sleep(1.5)
+            first.send_signal(signal.SIGTERM)
+            await asyncio.sleep(0.2)
+            late = [asyncio.create_task(client.capture([7, i, 9], HOOKS)) for i in range(20)]
+            assert await asyncio.to_thread(first.wait, 60) == 0
+            await group_gone(first.pid)
+        with worker(tiny, broker.url, tmp_path / "store"):
+            generations = await asyncio.wait_for(asyncio.gather(*long), 240)
+            captures = await asyncio.wait_for(asyncio.gather(*late), 240)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32, attn_implementation="eager")
+    for i, capture in enumerate(captures):
+        with torch.no_grad():
+            expected = model(torch.tensor([[7, i, 9]]), output_hidden_states=True)
+        assert relative(capture["resid_post.0"], expected.hidden_states[1][0].numpy()) <= 1e-5
+        assert relative(capture["logits"], expected.logits[0].numpy()) <= 1e-5
+    for i, generation in enumerate(generations):
+        assert generation.prompt_token_ids == [5, i] and len(generation.token_ids) == 400
+        assert generation["resid_post.1"].shape == (401, 64)
+
+
+async def test_killed_worker_is_not_noticed_when_there_is_another(tiny: Path, broker: Broker, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    async with Client(broker.url, store=store) as client:
+        with worker(tiny, broker.url, store) as one, worker(tiny, broker.url, store):
+            await served(client, 2)
+            tasks = [
+                asyncio.create_task(client.generate([3, i % 250, i // 250], max_tokens=200, ignore_eos=True))
+                for i in range(300)
+            ]
+            await asyncio.sleep(2.0)
+            began = time.monotonic()
+            os.killpg(one.pid, signal.SIGKILL)
+            results = await asyncio.wait_for(asyncio.gather(*tasks), 300)
+            assert [r.prompt_token_ids for r in results] == [[3, i % 250, i // 250] for i in range(300)]
+            assert all(len(r.token_ids) == 200 for r in results)
+            assert time.monotonic() - began < 240
+
+
+async def test_without_a_worker_a_call_fails_instead_of_hanging(broker: Broker) -> None:
+    async with Client(broker.url, model="tiny-llama", patience=2.0) as client:
+        with pytest.raises(lenspool.UnknownModel):
+            await client.capture([1, 2], HOOKS)
+    with pytest.raises(PoolUnavailable):
+        async with Client("unix:///nonexistent/redis.sock", patience=1.0):
+            pass
+
+
+def test_sync_twin_and_embedded_pool(tiny: Path, tmp_path: Path) -> None:
+    with lenspool.sync.connect_local(tiny, store=tmp_path / "store", name="mine") as client:
+        first = client.capture([1, 2, 3], HOOKS)
+        assert first["logits"].shape == (3, 500)
+        assert [r.cached for r in client.map([[1, 2, 3], [4]], HOOKS)] == [True, False]
+        assert client.models()[0].name == "mine"
+        with pytest.raises(lenspool.InvalidJob, match="tokenizer"):
+            client.capture("text", HOOKS)
+        url = client._client.url
+    assert not Path(url.removeprefix("unix://")).exists()
+
+
+def test_embedded_pool_that_cannot_start_says_why(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["NoSuchModel"], "model_type": "nothing"}')
+    with pytest.raises(PoolUnavailable, match="did not start"), lenspool.sync.connect_local(tmp_path, store=tmp_path):
+        pass
+
+
+def test_open_redis_on_another_machine_is_refused() -> None:
+    from lenspool_worker.server import refuse_open_redis
+
+    for fine in ("unix:///tmp/x.sock", "redis://localhost:1", "redis://127.0.0.1", "redis://[::1]:2", "redis://:pw@h"):
+        refuse_open_redis(fine)
+    with pytest.raises(PoolUnavailable, match="insecure"):
+        refuse_open_redis("redis://gpu-box:6379")
