@@ -101,6 +101,8 @@ class JsonJob(Job):
         """
         fields = {_text(name): value for name, value in raw_data.items()}
         self.refused = tuple(name for name in _REFUSED if fields.pop(name, None))
+        for name in ("result", "exc_info"):  # rq keeps both in the result stream; here it inflates them without bound
+            fields.pop(name, None)
         try:
             fields["data"] = _inflate(fields["data"])
             super().restore({name.encode(): value for name, value in fields.items()})

@@ -7,6 +7,7 @@ here; `redis.asyncio` sends it.
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
@@ -31,6 +32,8 @@ from lenspool.rq_json import (
     StrictJSON,
 )
 from lenspool_cache.keys import canonical_json
+
+log = logging.getLogger(__name__)
 
 JOB_PREFIX = JsonJob.redis_job_namespace_prefix
 RESULT_PREFIX = Result.get_key("")
@@ -125,12 +128,20 @@ def run_timeout(timeout: float | None) -> int:
     return RUN_TIMEOUT if timeout is None else max(1, math.ceil(timeout))
 
 
-def result_of(job_id: str, fields: Sequence[bytes]) -> Result | None:
-    """An rq result from the flat list of its stream entry; None when there is none."""
+def result_of(job_id: str, fields: Sequence[bytes]) -> tuple[Any, str]:
+    """Return value and error text from the flat list of an rq result's stream entry; None and "" for what is not there.
+
+    Never raises: what someone else wrote there must not end the wait for other jobs.
+    """
     if not fields:
-        return None
-    payload = dict(zip(fields[::2], fields[1::2], strict=True))
-    return Result.restore(job_id, "0-0", payload, connection=None, serializer=StrictJSON)
+        return None, ""
+    try:
+        payload = dict(zip(fields[::2], fields[1::2], strict=True))
+        result = Result.restore(job_id, "0-0", payload, connection=None, serializer=StrictJSON)
+    except Exception as error:
+        log.warning("the result of job %s is unreadable: %s", job_id, error)
+        return None, "the result in Redis is unreadable"
+    return result.return_value, result.exc_string or ""
 
 
 def error_of(job_id: str, state: str, text: str) -> LenspoolError:

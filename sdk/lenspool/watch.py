@@ -50,12 +50,12 @@ class Watch:
                 async with asyncio.timeout(_IO_S):
                     await self._sweep()
                     await self._look_for_workers()
-                self._queue.contact = time.monotonic()
+                self._queue.link.contact = time.monotonic()
             except (redis.exceptions.RedisError, TimeoutError, OSError) as error:
                 log.warning("sweep: %s", error or type(error).__name__)
             except Exception:
                 log.exception("sweep failed; the next one follows")
-            silent = time.monotonic() - self._queue.contact
+            silent = time.monotonic() - self._queue.link.contact
             if silent > self._queue.patience:
                 self._queue.fail(
                     list(self._queue.flights.values()), PoolUnavailable(f"no answer from Redis for {silent:.0f} s")
@@ -71,8 +71,8 @@ class Watch:
             chunk = [flight.id for flight in due[at : at + _CHUNK]]
             for entry in await commands.eval(scripts.SWEEP, 0, JOB_PREFIX, RESULT_PREFIX, *chunk):
                 self._found(entry)
-        if self._queue.last_message != "0-0":
-            await commands.xtrim(keys.done(self._queue.id), minid=self._queue.last_message, approximate=True)
+        if self._queue.link.last_message != "0-0":
+            await commands.xtrim(keys.done(self._queue.id), minid=self._queue.link.last_message, approximate=True)
 
     def _found(self, entry: list[Any]) -> None:
         job_id, state, abandoned = (field.decode() for field in entry[:3])
@@ -81,14 +81,12 @@ class Watch:
             return
         if state not in ("finished", "failed", "stopped", "canceled"):
             log.info("job %s is not in Redis any more: submitted again", job_id)
-            self._queue.send("submit", flight)
+            self._queue.link.send("submit", flight)
         elif abandoned or state == "canceled":
             # cancelled by a client that had it alone, before this one joined too late to be told
             self._queue.ended(job_id, "abandoned" if abandoned else state, None, "")
         else:
-            result = result_of(job_id, entry[3])
-            value = result.return_value if result else None
-            self._queue.ended(job_id, state, value, (result and result.exc_string) or "")
+            self._queue.ended(job_id, state, *result_of(job_id, entry[3]))
 
     async def _look_for_workers(self) -> None:
         """Fail what waits for a card that no live worker has had for longer than patience."""
@@ -108,4 +106,10 @@ class Watch:
         if not names:
             return set()
         found = await self._queue.redis.mget([keys.card(name.decode()) for name in names])
-        return {json.loads(raw)["id"] for raw in found if raw}
+        served = set()
+        for raw in filter(None, found):
+            try:
+                served.add(json.loads(raw)["id"])
+            except (ValueError, KeyError, TypeError):
+                log.warning("not a card: %.100r", raw)
+        return served

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -97,6 +96,18 @@ def pool(tmp_path: Path) -> Iterator[Pool]:
             made.end()
 
 
+@pytest.fixture(scope="module")
+def shared_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    """One worker for tests that leave it as it was."""
+    with Broker() as broker:
+        pool = Pool(broker, tmp_path_factory.mktemp("pool"))
+        try:
+            pool.worker()
+            yield pool
+        finally:
+            pool.end()
+
+
 Connect = Callable[..., "contextlib.AbstractAsyncContextManager[JobQueue]"]
 
 
@@ -130,7 +141,3 @@ async def started(ticket: JobTicket, timeout: float = 10.0) -> None:
     while await ticket.status() != "started":
         assert time.monotonic() < end, await ticket.status()
         await asyncio.sleep(0.02)
-
-
-def stop_signal(worker: WorkerProcess) -> None:
-    worker.signal(signal.SIGSTOP)

@@ -8,7 +8,7 @@ import json
 import pickle
 import threading
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -169,19 +169,6 @@ async def test_it_fails_alone_and_typed(shared_pool: Pool, tmp_path: Path, plant
     result = Result.restore(bad, "0-0", fields, connection=pool.redis, serializer=StrictJSON)
     error = from_wire(result.exc_string)
     assert type(error) is InvalidJob and error.field in ("job", "document"), error
-
-
-@pytest.fixture(scope="module")
-def shared_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    from lenspool.broker import Broker
-
-    with Broker() as broker:
-        pool = Pool(broker, tmp_path_factory.mktemp("hostile"))
-        try:
-            pool.worker()
-            yield pool
-        finally:
-            pool.end()
 
 
 async def test_webhooks_are_not_called(shared_pool: Pool) -> None:

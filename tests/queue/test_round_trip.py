@@ -92,24 +92,27 @@ async def test_failure_is_typed_told_to_all_and_blocks_nobody(pool: Pool, connec
     ],
 )
 async def test_broken_handlers_fail_their_job_only(
-    pool: Pool, connect: Connect, do: str, kind: type[LenspoolError], words: str
+    shared_pool: Pool, do: str, kind: type[LenspoolError], words: str
 ) -> None:
-    pool.worker(beat=0.2)
-    async with connect() as queue:
-        neighbour = queue.submit(CARD, doc("good", "sleep", s=0.3))
+    queue = JobQueue(shared_pool.url)
+    await queue.open()
+    try:
+        neighbour = queue.submit(CARD, doc(f"beside-{do}", "sleep", s=0.3))
         with pytest.raises(kind, match=words):
-            await queue.submit(CARD, doc("bad", do)).result()
-        assert (await neighbour.result())["n"] == "good"
-        assert pool.executions() == {"good": 1, "bad": 3 if do == "engine_died" else 1}
+            await queue.submit(CARD, doc(do, do)).result()
+        assert (await neighbour.result())["n"] == f"beside-{do}"
+        assert shared_pool.executions()[do] == (3 if do == "engine_died" else 1)
+    finally:
+        await queue.close()
 
 
 async def test_timed_out_run_is_a_deadline(pool: Pool, connect: Connect) -> None:
     pool.worker()
     async with connect() as queue, connect() as patient:
         neighbour = queue.submit(CARD, doc("good", "sleep", s=1.5))
-        bad = queue.submit(CARD, doc("slow", "sleep", s=2.0), timeout=1.0)
+        bad = queue.submit(CARD, doc("slow", "sleep", s=1.5), timeout=1.0)
         await started(bad)
-        good = patient.submit(CARD, doc("slow", "sleep", s=2.0), timeout=60.0)
+        good = patient.submit(CARD, doc("slow", "sleep", s=1.5), timeout=60.0)
         with pytest.raises(DeadlineExceeded) as caught:
             await bad.result()
         assert (caught.value.stage, caught.value.seconds, caught.value.job_id) == ("run", 1.0, bad.id)
@@ -254,8 +257,8 @@ async def test_no_worker_is_unavailable_after_patience(pool: Pool, connect: Conn
             await ticket.result()
         await until(lambda: pool.redis.llen(f"rq:queue:{keys.queue_name(CARD)}") == 0)
     pool.worker()
-    async with connect(patience=2.0) as queue:
-        slow = queue.submit(CARD, doc(2, "sleep", s=4.0))  # longer than patience, but served
+    async with connect(patience=1.0) as queue:
+        slow = queue.submit(CARD, doc(2, "sleep", s=2.0))  # longer than patience, but served
         other = queue.submit("other@card", doc(3))
         with pytest.raises(PoolUnavailable):
             await other.result()
@@ -263,7 +266,7 @@ async def test_no_worker_is_unavailable_after_patience(pool: Pool, connect: Conn
 
 
 async def test_unreachable_redis_is_unavailable(pool: Pool, connect: Connect) -> None:
-    async with connect(patience=1.0) as queue:
+    async with connect(patience=0.5) as queue:
         pool.broker.stop()
         with pytest.raises(PoolUnavailable, match="no answer from Redis"):
             await queue.submit(CARD, doc(1)).result()

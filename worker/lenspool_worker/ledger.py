@@ -164,7 +164,7 @@ class Ledger:
 
     def bury(self, pipeline: Pipeline, job_id: str, error: Exception) -> None:
         """Fail a job that rq's code cannot handle, and tell its waiters."""
-        self._worker.stats["failed"] += 1
+        self._worker.counters["failed"] += 1
         wire = to_wire(InvalidJob("job", "is not readable") if isinstance(error, UnreadableJob) else error)
         key = JsonJob.key_for(job_id)
         pipeline.hset(key, mapping={"status": JobStatus.FAILED.value, "ended_at": utcformat(now())})
@@ -181,7 +181,7 @@ class Ledger:
         """Write the ends of runs, in one transaction."""
         mine = [entry for entry in batch if entry.end != "lost"]
         mine = self._fence(mine)
-        stats = self._worker.stats
+        stats = self._worker.counters
         with self._redis.pipeline() as pipeline:
             succeeded, worked = 0, timedelta()
             for entry in mine:
@@ -194,7 +194,7 @@ class Ledger:
                     entry.execution.delete(job=entry.job, pipeline=pipeline)
             pipeline.hincrby(self._worker.key, "successful_job_count", succeeded)
             self._worker.increment_total_working_time(worked, pipeline)
-            if not self._worker.others_in_flight(batch):
+            if len(self._worker.entries()) <= len(batch):
                 self._worker.set_state(WorkerStatus.IDLE, pipeline=pipeline)
             pipeline.execute()
         if fenced := [entry.job.id for entry in batch if entry not in mine]:
