@@ -12,7 +12,7 @@ DEVICE ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
 export HF_HUB_OFFLINE ?= 1
 export VLLM_NO_USAGE_STATS ?= 1
 
-.PHONY: install demo test lint format clean
+.PHONY: install demo test lint format bench clean
 
 install: $(STAMP)
 
@@ -40,6 +40,9 @@ lint: install
 
 test: lint
 	$(PY) -m pytest
+
+bench: install
+	$(PY) benchmarks/capture.py
 
 format: install
 	$(PY) -m ruff check --fix .
