@@ -1,6 +1,6 @@
 """What a capture costs: `make bench`.
 
-One run, side by side, on SmolLM2-135M in float32: the same prompts through Hugging Face transformers one at a time (what
+One run, side by side, on SmolLM2-135M in float32: the same prompts through Hugging Face transformers one at a time (as
 a script does by itself), through the engine without any capture (the floor), through the engine with captures, through
 a whole pool, and through the pool again, from the store. The ratios count; absolute times are this machine's.
 """
