@@ -17,7 +17,10 @@ from typing import Any
 import numpy as np
 
 from lenspool.errors import EngineFailed, InvalidJob, LenspoolError, UnknownHook
+from lenspool.hooks import template
 from lenspool_cache import Run, Store
+from lenspool_cache import ranges as rg
+from lenspool_cache.codec import dtype_of
 from lenspool_cache.keys import canonical_json
 from lenspool_cache.ranges import OpenRange
 from lenspool_worker.edits import OPS
@@ -27,6 +30,7 @@ from lenspool_worker.verdicts import Verdicts, gone
 log = logging.getLogger(__name__)
 
 _CHECK_TOKENS = 8
+_COMPUTED_BYTES = 2**30
 _TOLERANCE = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 5e-2}
 """Relative L2 error that a sum of two tensors of a dtype may have in the check at boot."""
 
@@ -85,7 +89,9 @@ class Engine:
     Attributes
     ----------
     hooks
-        After `start`: name, width, editable and shape of each hook.
+        After `start`: the fields of `lenspool_worker.families.Site` for each hook that is served.
+    refusals
+        After `start`: hook, `{layer}` in place of its layer -> why it is not served (in some layers).
     info
         After `start`: architecture, sizes, dtype and numerics.
     """
@@ -97,8 +103,9 @@ class Engine:
         self._llm: Any = None
         self._verdicts = Verdicts()
         self._numbers = itertools.count()
-        self._widths: dict[str, tuple[int, bool]] = {}
+        self._sites: dict[str, dict[str, Any]] = {}
         self.hooks: list[dict[str, Any]] = []
+        self.refusals: dict[str, str] = {}
         self.info: dict[str, Any] = {}
 
     async def start(self) -> None:
@@ -131,14 +138,17 @@ class Engine:
         described = (await self._llm.collective_rpc("lenspool_describe"))[0]
         if described["refusal"]:
             raise EngineFailed(described["refusal"])
-        self.hooks = described["hooks"]
-        self._widths = {hook["name"]: (hook["width"], hook["editable"]) for hook in self.hooks}
+        self.hooks, self.refusals = described["hooks"], described["refusals"]
+        self._sites = {hook["name"]: hook for hook in self.hooks}
         connect = self._llm.collective_rpc("lenspool_connect", args=(self._verdicts.path, str(self._store.path)))
         await asyncio.gather(connect, self._verdicts.connected())
-        await self._check()
+        await self._check(known=described["known"])
 
-    async def _check(self) -> None:
-        """Run a few tokens over all hooks, and have the worker process look at the rows."""
+    async def _check(self, *, known: bool) -> None:
+        """Run a few tokens over all hooks, and have the worker process look at the rows.
+
+        Of a family that is not known, hooks that turn out wrong are refused, and the others served.
+        """
         names = [hook["name"] for hook in self.hooks]
         count = min(_CHECK_TOKENS, self.info["max_model_len"] - 1)
         tokens = [1 + i * 7 % (self.info["vocab_size"] - 1) for i in range(count)]
@@ -146,8 +156,15 @@ class Engine:
         request = EngineRequest("check", tokens, (group,), [], None, Run({"check": True}))
         verdict = {"op": "check", "hooks": names, "length": count, "tolerance": _TOLERANCE[self.info["dtype"]]}
         _, answer = await self._execute(request, lambda _: verdict)
-        if answer["problems"]:
-            raise EngineFailed("the check at boot failed: " + "; ".join(answer["problems"][:5]))
+        problems = answer["problems"]
+        if not known:
+            for name, text in answer["suspects"].items():
+                self.refusals.setdefault(template(name), f"in this model, whose family is not known, {text}")
+            self.hooks = [hook for hook in self.hooks if template(hook["name"]) not in self.refusals]
+            self._sites = {hook["name"]: hook for hook in self.hooks}
+            problems = [] if any(name.endswith("hook_resid_post") for name in self._sites) else problems
+        if problems:
+            raise EngineFailed("the check at boot failed: " + "; ".join(problems[:5]))
 
     @property
     def alive(self) -> bool:
@@ -155,13 +172,16 @@ class Engine:
         return self._llm is not None and not self._llm.errored and not self._verdicts.lost
 
     async def stop(self) -> None:
-        """Stop vLLM's processes."""
-        await self._verdicts.close()
+        """Stop vLLM's processes; requests that still run fail, and may run elsewhere."""
         if self._llm is not None:
-            if self._llm.output_handler is not None:
-                self._llm.output_handler.cancel()  # or it would report the end as a failure
-            await asyncio.to_thread(self._llm.shutdown)
-            self._llm = None
+            from vllm.v1.engine.exceptions import EngineDeadError
+
+            llm, self._llm = self._llm, None
+            if llm.output_handler is not None:
+                llm.output_handler.cancel()  # or it would report the end as a failure
+            llm.output_processor.propagate_error(EngineDeadError())
+            await asyncio.to_thread(llm.shutdown)
+        await self._verdicts.close()  # last: the worker process takes it for the end of this one
 
     async def stats(self) -> dict[str, int]:
         """Counters of the worker process: `steps`, `tokens`, `max_batch`, `preemptions`, `live`, `held_bytes`, ..."""
@@ -242,7 +262,15 @@ class Engine:
         from vllm.sampling_params import RequestOutputKind
 
         sampling = request.sampling or {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True}
-        first = min((r[0] for group in request.captures for r in group.ranges), default=len(request.tokens))
+        first = min(
+            (
+                0 if self._sites[name]["prefix"] else start
+                for group in request.captures
+                for name in group.hooks
+                for start, _ in group.ranges
+            ),
+            default=len(request.tokens),
+        )
         return SamplingParams(
             max_tokens=sampling["max_tokens"],
             temperature=sampling["temperature"],
@@ -279,9 +307,10 @@ class Engine:
             for name in group.hooks:
                 self._hook(name, "captures")
             self._check_ranges(group.ranges, request, "captures.ranges")
+        self._check_computed(request)
         for i, document in enumerate(request.interventions):
-            width, editable = self._hook(document["hook"], f"interventions[{i}].hook")
-            if not editable:
+            site = self._hook(document["hook"], f"interventions[{i}].hook")
+            if not site["editable"]:
                 raise InvalidJob(f"interventions[{i}].hook", f"{document['hook']} cannot be edited")
             if document["op"] not in OPS:
                 raise InvalidJob(f"interventions[{i}].op", f"unknown op {document['op']!r}", ", ".join(OPS))
@@ -292,13 +321,30 @@ class Engine:
             self._check_ranges(document["ranges"], request, f"interventions[{i}].ranges")
             value = document.get("value")
             if isinstance(value, dict):
-                self._check_array(value["array"], width, f"interventions[{i}].value")
+                self._check_array(value["array"], site, f"interventions[{i}].value")
         if request.sampling and request.sampling.get("stop") and not self._text:
             raise InvalidJob("stop", "the model was served without a tokenizer", "no stop strings")
 
-    def _hook(self, name: str, field: str) -> tuple[int, bool]:
+    def _check_computed(self, request: EngineRequest) -> None:
+        """Bound the bytes of hooks that are computed when the job ends (attention patterns grow with the square)."""
+        length = len(request.tokens) + (request.sampling["max_tokens"] - 1 if request.sampling else 0)
+        size = 0
+        for group in request.captures:
+            rows = rg.count(rg.close(group.ranges, length))
+            for site in (self._sites[name] for name in group.hooks):
+                if site["derived"]:
+                    width = math.prod(length if dim == 0 else dim for dim in site["dims"])
+                    size += rows * width * dtype_of(self.info["dtype"]).itemsize
+        if size > _COMPUTED_BYTES:
+            raise InvalidJob(
+                "hooks",
+                f"attention patterns, scores and per-head results take {size} bytes",
+                f"at most {_COMPUTED_BYTES} in a job: ask for fewer layers or positions",
+            )
+
+    def _hook(self, name: str, field: str) -> dict[str, Any]:
         try:
-            return self._widths[name]
+            return self._sites[name]
         except KeyError:
             raise UnknownHook(name, field=field) from None
 
@@ -309,13 +355,14 @@ class Engine:
             if start is None or not 0 <= start < closed or (stop is not None and stop > limit):
                 raise InvalidJob(field, f"got [{start}, {stop}]", f"[start, stop) within 0..{limit}")
 
-    def _check_array(self, digest: str, width: int, field: str) -> None:
+    def _check_array(self, digest: str, site: dict[str, Any], field: str) -> None:
         try:
             array = self._store.get_array(digest)
         except KeyError:
             raise InvalidJob(field, f"the store does not have the array {digest[:16]}") from None
-        if array.shape != (width,) or array.dtype != np.float32:
-            raise InvalidJob(field, f"is {array.dtype} of shape {array.shape}", f"float32 of shape ({width},)")
+        if array.shape not in ((site["width"],), tuple(site["dims"])) or array.dtype != np.float32:
+            expected = f"float32 of shape {tuple(site['dims'])} or ({site['width']},)"
+            raise InvalidJob(field, f"is {array.dtype} of shape {array.shape}", expected)
         if not np.isfinite(array).all():
             raise InvalidJob(field, "holds NaN or Infinity", "finite numbers")
 

@@ -15,8 +15,10 @@ from typing import Any
 import torch
 
 from lenspool_cache import Store
+from lenspool_cache.ranges import OpenRange
 from lenspool_worker.batch import Tracked, plan_step
 from lenspool_worker.capture import JobRows
+from lenspool_worker.derived import DerivedHooks, group
 from lenspool_worker.edits import from_document
 from lenspool_worker.taps import Taps
 
@@ -39,11 +41,14 @@ class Instrument:
         Where rows come from.
     device
         Where the model runs.
+    derived
+        Hooks that are computed from others when a job ends.
     """
 
-    def __init__(self, taps: Taps, device: torch.device) -> None:
+    def __init__(self, taps: Taps, device: torch.device, derived: DerivedHooks | None = None) -> None:
         self._taps = taps
         self._device = device
+        self.derived = derived if derived is not None else DerivedHooks()
         self._sites = {name: number for number, name in enumerate(taps.names)}
         self._tracked: dict[str, Tracked] = {}  # by vLLM's request id
         self._jobs: dict[str, JobRows] = {}  # by tag, until the verdict
@@ -73,10 +78,11 @@ class Instrument:
             if tag in self._discarded:
                 return
             rows = self._jobs[tag] = JobRows(tag)
-        captures, edits = [], []
+        captures: list[tuple[list[int], list[OpenRange]]] = []
+        edits = []
         try:
-            for names, ranges in spec["captures"]:
-                captures.append(([self._sites[name] for name in names], [(a, b) for a, b in ranges]))
+            asked = [(names, [(a, b) for a, b in ranges]) for names, ranges in spec["captures"]]
+            captures = group(self.derived.sources(asked), self._sites)
             for document in spec["interventions"]:
                 ranges = [(a, b) for a, b in document["ranges"]]
                 edits.append((self._sites[document["hook"]], from_document(document, self._vector), ranges))
@@ -91,7 +97,7 @@ class Instrument:
         if vector is None:
             if self.store is None:
                 raise RuntimeError("no store is connected")
-            vector = torch.from_numpy(self.store.get_array(digest)).to(self._device)
+            vector = torch.from_numpy(self.store.get_array(digest)).to(self._device).flatten()
             self._vectors[digest] = vector
             while len(self._vectors) > _VECTORS:
                 self._vectors.popitem(last=False)

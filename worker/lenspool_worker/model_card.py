@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,10 +69,18 @@ def make_card(
         id=f"{name}@{hashlib.sha256(canonical_json(context)).hexdigest()[:12]}",
         name=name,
         context=context,
-        hooks={h["name"]: HookInfo(h["name"], h["width"], h["editable"], tuple(h["shape"])) for h in engine.hooks},
+        hooks={h["name"]: hook_info(h) for h in engine.hooks},
+        refusals=engine.refusals,
         tokenizer=hashlib.sha256(tokenizer).hexdigest() if tokenizer is not None else None,
         store_id=store.id,
         store_path=str(store.path.resolve()),
         worker=worker,
         **info,
+    )
+
+
+def hook_info(hook: Mapping[str, Any]) -> HookInfo:
+    """A hook of the engine as the card lists it."""
+    return HookInfo(
+        hook["name"], hook["width"], hook["editable"], tuple(hook["shape"]), tuple(hook["dims"]), hook["dtype"]
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import socket
 import threading
 from collections.abc import Mapping
@@ -20,7 +21,7 @@ from lenspool_cache import Run, Store
 from lenspool_cache import ranges as rg
 from lenspool_worker.capture import JobRows
 from lenspool_worker.instrument import Instrument
-from lenspool_worker.selfcheck import problems
+from lenspool_worker.selfcheck import examine
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +44,16 @@ class Sink:
         threading.Thread(target=self._serve, name="lenspool-sink", daemon=True).start()
 
     def _serve(self) -> None:
+        try:
+            self._answer()
+        except OSError as error:
+            log.warning("the engine's parent cannot be reached: %s", error)
+        # The parent closes this only when it has ended. vLLM's processes would not notice, and live for ever; when this
+        # one ends they do. The store stands a death at any time.
+        os._exit(1)
+
+    def _answer(self) -> None:
+        """Obey verdicts until the parent closes the socket."""
         with self._socket, self._socket.makefile("rwb") as stream:
             for line in stream:
                 verdict = json.loads(line)
@@ -63,8 +74,18 @@ class Sink:
         if rows.error is not None:
             raise EngineFailed(rows.error)
         if verdict["op"] == "check":
-            return {"rows": 0, "problems": problems(rows, verdict["hooks"], verdict["length"], verdict["tolerance"])}
+            return {"rows": 0, **self._check(rows, verdict)}
         return {"rows": self._commit(rows, verdict)}
+
+    def _check(self, rows: JobRows, verdict: Mapping[str, Any]) -> dict[str, Any]:
+        derived, length = self._instrument.derived, verdict["length"]
+        computed = {}
+        for name in verdict["hooks"]:
+            if name in derived:
+                computed[name] = derived.assemble(rows, name, [(0, length)], length)[0][1]
+        found = examine(rows, verdict["hooks"], length, verdict["tolerance"], computed)
+        suspects = {name: problem.text for problem in reversed(found) for name in problem.hooks}
+        return {"problems": [problem.text for problem in found], "suspects": suspects}
 
     def _commit(self, rows: JobRows, verdict: Mapping[str, Any]) -> int:
         wanted: dict[str, list[rg.OpenRange]] = {}  # a hook may stand in several groups
@@ -76,7 +97,7 @@ class Sink:
         for name, ranges in wanted.items():
             closed = rg.close(ranges, verdict["length"])
             try:
-                entries[name] = rows.assemble(name, closed)
+                entries[name] = self._instrument.derived.assemble(rows, name, closed, verdict["length"])
             except LookupError as error:
                 raise EngineFailed(f"rows are missing: {error.args[0]}") from error
             count += rg.count(closed)

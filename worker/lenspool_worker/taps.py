@@ -1,7 +1,9 @@
 """Taps: the places in the model where rows are copied and edited.
 
-Each is an opaque custom op over whole tensors with declared mutation, called from module hooks. torch.compile keeps it
-where it stands, and never looks inside. With no plan for the step a tap returns at once.
+Each is an opaque custom op over whole tensors with declared mutation, called from module hooks; parts of a tensor
+(queries in a joint projection) are taken inside the op, because an op that mutates a view of a tensor corrupts a
+compiled model. torch.compile keeps an op where it stands, and never looks inside. With no plan for the step a tap
+returns at once.
 
 Nothing raised in a tap reaches vLLM: what goes wrong is charged to the job whose rows they are.
 """
@@ -9,7 +11,9 @@ Nothing raised in a tap reaches vLLM: what goes wrong is charged to the job whos
 from __future__ import annotations
 
 import hashlib
+import itertools
 import logging
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -19,6 +23,9 @@ from lenspool_worker.capture import gather
 
 log = logging.getLogger(__name__)
 
+Reading = Callable[[torch.Tensor], torch.Tensor]
+"""Computes rows `[n, ...]` from a tap's rows `[n, width]`."""
+
 
 class Taps:
     """Sites of this process's model, and the plan of the step that is running."""
@@ -26,21 +33,31 @@ class Taps:
     def __init__(self) -> None:
         self.names: list[str] = []
         self.plan: StepPlan | None = None
+        self._widths: list[int] = []
+        self._readings: dict[int, list[tuple[int, Reading]]] = {}
 
-    def site(self, name: str) -> int:
-        """Number of a new site."""
+    def site(self, name: str, width: int) -> int:
+        """Number of a new site, which has rows of `width` numbers."""
         self.names.append(name)
+        self._widths.append(width)
         return len(self.names) - 1
 
+    def reading(self, name: str, base: int, compute: Reading) -> int:
+        """Number of a new site whose rows are computed from those of another one, after its edits."""
+        number = self.site(name, 0)
+        self._readings.setdefault(base, []).append((number, compute))
+        return number
+
     def plain(self, tensor: torch.Tensor, site: int) -> None:
-        """Edit and copy rows of a tensor `[tokens, width]` in place."""
+        """Edit and copy rows of a tensor in place: `[tokens, width]`, or of any shape that flattens to it."""
         if self.plan is None:
             return
-        for piece in self.plan.edits.get(site, ()):
-            self._edit(piece, tensor, None)
-        slices = self.plan.captures.get(site)
-        if slices:
-            self._copy(site, slices, tensor, None)
+        try:
+            rows = tensor if tensor.dim() == 2 else tensor.view(-1, self._widths[site])
+        except RuntimeError as error:
+            self._charge([site], error)
+            return
+        self._tap(site, rows, None)
 
     def stream(self, hidden: torch.Tensor, residual: torch.Tensor, site: int) -> None:
         """Edit and copy rows of the residual stream, which is the sum of the two tensors `[tokens, width]`.
@@ -48,33 +65,74 @@ class Taps:
         An edit writes the new stream into `residual` and zero into `hidden`, so that no cancellation of two large
         numbers can hurt it.
         """
+        if self.plan is not None:
+            self._tap(site, hidden, residual)
+
+    def parts(self, tensor: torch.Tensor, groups: int, widths: Sequence[int], sites: Sequence[int]) -> None:
+        """Edit and copy parts of a tensor `[tokens, groups * sum(widths)]`, each a site of its own.
+
+        A part takes its width of each group in turn: one group for `q q q k v`, one per head for `q k v q k v`.
+        """
         if self.plan is None:
             return
+        try:
+            whole = tensor.view(-1, groups, sum(widths))
+        except RuntimeError as error:
+            self._charge(sites, error)
+            return
+        starts = itertools.accumulate(widths, initial=0)
+        for start, width, site in zip(starts, widths, sites, strict=False):  # there is one start more
+            self._tap(site, whole[:, :, start : start + width], None)
+
+    def _charge(self, sites: Sequence[int], error: Exception) -> None:
+        """Fail the jobs that want something at sites whose tensor is not laid out as expected."""
+        assert self.plan is not None
+        log.error("a tap cannot read its tensor: %s", error)
+        for site in sites:
+            for piece in (*self.plan.edits.get(site, ()), *self.plan.captures.get(site, ())):
+                piece.job.fail(f"{self.names[site]}: {error}")
+
+    def _tap(self, site: int, tensor: torch.Tensor, residual: torch.Tensor | None) -> None:
+        assert self.plan is not None
         for piece in self.plan.edits.get(site, ()):
-            self._edit(piece, hidden, residual)
+            self._edit(piece, tensor, residual)
         slices = self.plan.captures.get(site)
         if slices:
-            self._copy(site, slices, hidden, residual)
+            self._copy(site, slices, tensor, residual, None)
+        for number, compute in self._readings.get(site, ()):
+            slices = self.plan.captures.get(number)
+            if slices:
+                self._copy(number, slices, tensor, residual, compute)
 
     def _edit(self, piece: EditSlice, tensor: torch.Tensor, residual: torch.Tensor | None) -> None:
-        at = slice(piece.start, piece.stop)
         try:
-            rows = tensor[at].float()
+            at = tensor[piece.start : piece.stop]
+            rows = at.flatten(1).float()
             if residual is None:
-                tensor[at] = piece.edit.apply(rows).to(tensor.dtype)
+                at.copy_(piece.edit.apply(rows).view(at.shape))
             else:
-                residual[at] = piece.edit.apply(rows + residual[at].float()).to(residual.dtype)
-                tensor[at] = 0
+                rest = residual[piece.start : piece.stop]
+                rest.copy_(piece.edit.apply(rows + rest.float()))
+                at.zero_()
         except Exception as error:
             log.exception("an edit failed")
             piece.job.fail(f"{piece.edit.op}: {error}")
 
-    def _copy(self, site: int, slices: list[Slice], tensor: torch.Tensor, residual: torch.Tensor | None) -> None:
+    def _copy(
+        self,
+        site: int,
+        slices: list[Slice],
+        tensor: torch.Tensor,
+        residual: torch.Tensor | None,
+        compute: Reading | None,
+    ) -> None:
         try:
             spans = [(s.start, s.stop) for s in slices]
-            rows = gather(tensor, spans)
+            rows = gather(tensor, spans).flatten(1)
             if residual is not None:
                 rows += gather(residual, spans)
+            if compute is not None:
+                rows = compute(rows)
             done = 0
             for piece in slices:
                 count = piece.stop - piece.start
@@ -92,9 +150,11 @@ TAPS = Taps()
 _library = torch.library.Library("lenspool", "DEF")
 _library.define("tap(Tensor(a!) tensor, int site) -> ()")
 _library.define("tap_stream(Tensor(a!) hidden, Tensor(b!) residual, int site) -> ()")
+_library.define("tap_parts(Tensor(a!) tensor, int groups, int[] widths, int[] sites) -> ()")
 for _device in ("CPU", "CUDA"):
     _library.impl("tap", TAPS.plain, _device)
     _library.impl("tap_stream", TAPS.stream, _device)
+    _library.impl("tap_parts", TAPS.parts, _device)
 
 
 @torch.library.register_fake("lenspool::tap", lib=_library)
@@ -107,16 +167,23 @@ def _fake_tap_stream(hidden: torch.Tensor, residual: torch.Tensor, site: int) ->
     return None
 
 
-OPS = ("lenspool::tap", "lenspool::tap_stream")
+@torch.library.register_fake("lenspool::tap_parts", lib=_library)
+def _fake_tap_parts(tensor: torch.Tensor, groups: int, widths: Sequence[int], sites: Sequence[int]) -> None:
+    return None
+
+
+OPS = ("lenspool::tap", "lenspool::tap_stream", "lenspool::tap_parts")
 tap = torch.ops.lenspool.tap
 tap_stream = torch.ops.lenspool.tap_stream
+tap_parts = torch.ops.lenspool.tap_parts
 
 
 def source_hash() -> str:
     """Hash of the code that decides where taps stand; part of vLLM's compile key, so that no graph without them, or
     with older ones, is ever taken from its cache.
     """
+    folder = Path(__file__).parent
     digest = hashlib.sha256()
-    for name in ("taps.py", "families.py"):
-        digest.update((Path(__file__).parent / name).read_bytes())
+    for path in (folder / "taps.py", *sorted((folder / "families").glob("*.py"))):
+        digest.update(path.read_bytes())
     return digest.hexdigest()[:16]

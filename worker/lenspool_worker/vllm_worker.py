@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.platforms import current_platform
 
 from lenspool_cache import Store
-from lenspool_worker.families import Site, UnsupportedModel, install
+from lenspool_worker.families import Installation, UnsupportedModel, install
 from lenspool_worker.instrument import Instrument
 from lenspool_worker.runner import attach
 from lenspool_worker.sink import Sink
@@ -23,7 +23,7 @@ else:
 class LensWorker(Worker):
     """The platform's worker; taps go in right after the weights, before compilation and warm-up."""
 
-    _sites: list[Site]
+    _installed: Installation | None = None
     _instrument: Instrument | None = None
     _sink: Sink | None = None
     _refusal: str | None = None
@@ -31,20 +31,29 @@ class LensWorker(Worker):
     def load_model(self, *args: Any, **options: Any) -> None:
         """Load the weights, and install the taps."""
         super().load_model(*args, **options)
-        self._sites = []
         try:
-            self._sites = install(self.model_runner.get_model(), TAPS)
+            self._installed = install(
+                self.model_runner.get_model(), TAPS, self.vllm_config.parallel_config.tensor_parallel_size
+            )
         except UnsupportedModel as error:
             self._refusal = str(error)
             return
-        self._instrument = Instrument(TAPS, self.device)
+        self._instrument = Instrument(TAPS, self.device, self._installed.derived)
         attach(self.model_runner, self._instrument)
 
     # -- called by the parent; small JSON only
 
     def lenspool_describe(self) -> dict[str, Any]:
-        """Hooks, or why there are none."""
-        return {"refusal": self._refusal, "hooks": [asdict(site) for site in self._sites]}
+        """Hooks and why others are not served, or why there are none."""
+        if self._installed is None:
+            return {"refusal": self._refusal}
+        return {
+            "refusal": None,
+            "family": self._installed.family.name,
+            "known": self._installed.family.known,
+            "hooks": [asdict(site) for site in self._installed.sites],
+            "refusals": self._installed.refusals,
+        }
 
     def lenspool_connect(self, socket_path: str, store_path: str) -> None:
         """Open the store, and the way on which the parent's verdicts come."""

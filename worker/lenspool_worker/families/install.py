@@ -1,0 +1,377 @@
+"""Puts taps into a model: every hook of the vocabulary that its modules have a place for, and why not the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+from torch import nn
+
+from lenspool.vocabulary import BY_NAME, HOOK_POINTS
+from lenspool_worker.derived import DerivedHooks, Pattern, Result
+from lenspool_worker.families import hooking
+from lenspool_worker.families.norms import norm_of
+from lenspool_worker.families.structure import Block, Decoder, find
+from lenspool_worker.families.table import Family, family_of
+from lenspool_worker.taps import Taps
+
+_IN_ATTENTION = tuple(
+    f"attn.hook_{part}" for part in ("q", "k", "v", "rot_q", "rot_k", "attn_scores", "pattern", "z", "result")
+)
+_IN_MLP = tuple(f"mlp.hook_{part}" for part in ("pre", "pre_linear", "post"))
+
+
+@dataclass(frozen=True)
+class Site:
+    """A hook that this model serves, as the model card lists it (`lenspool.card.HookInfo`).
+
+    Attributes
+    ----------
+    derived
+        Computed when a job ends, from other hooks' rows.
+    prefix
+        Its rows need the model to run over all earlier positions.
+    """
+
+    name: str
+    width: int
+    editable: bool
+    shape: tuple[str, ...]
+    dims: tuple[int, ...]
+    dtype: str | None = None
+    derived: bool = False
+    prefix: bool = False
+
+
+@dataclass
+class Installation:
+    """What a model serves after its taps were put in.
+
+    Attributes
+    ----------
+    refusals
+        Hook, `{layer}` in place of its layer -> why some or all layers do not serve it.
+    """
+
+    family: Family
+    sites: list[Site] = field(default_factory=list)
+    refusals: dict[str, str] = field(default_factory=dict)
+    derived: DerivedHooks = field(default_factory=DerivedHooks)
+
+
+class UnsupportedModel(Exception):
+    """No part of a decoder was found in the model."""
+
+
+def install(model: nn.Module, taps: Taps, processes: int = 1) -> Installation:
+    """Put taps into a model, before it is compiled.
+
+    `unembed.hook_out` has no tap: the runner computes it from the final hidden states.
+
+    Parameters
+    ----------
+    processes
+        Over how many processes each layer is spread (tensor parallelism).
+
+    Raises
+    ------
+    UnsupportedModel
+        It has no list of layers that could be found.
+    """
+    config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
+    try:
+        decoder = find(model, int(config.num_hidden_layers))
+    except (LookupError, AttributeError) as error:
+        raise UnsupportedModel(f"{type(model).__name__}: {error}") from error
+    family = family_of(model, decoder.layer_parameters)
+    device = next(model.parameters()).device
+    return _Installer(config, decoder, family, taps, processes, device).run()
+
+
+class _Installer:
+    def __init__(
+        self, config: Any, decoder: Decoder, family: Family, taps: Taps, processes: int, device: torch.device
+    ) -> None:
+        self._config = config
+        self._decoder = decoder
+        self._family = family
+        self._taps = taps
+        self._processes = processes
+        self._device = device
+        self._width = int(config.hidden_size)
+        self._block = ""
+        self._streams: dict[str, int] = {}
+        self._out = Installation(family, refusals=dict(family.refusals))
+
+    def run(self) -> Installation:
+        decoder = self._decoder
+        entry = next(iter(decoder.blocks.values())).layer
+        if self._family.embedding_at_entry or (not self._family.known and decoder.positions is None):
+            hooking.before_layer(entry, decoder.layer_parameters, self._site("hook_embed", self._width))
+        elif decoder.embedding is not None:
+            hooking.after(decoder.embedding, self._site("hook_embed", self._width))
+        else:
+            self._refuse("hook_embed", "the embedding module is not under a known name")
+        if decoder.positions is not None:
+            hooking.after(decoder.positions, self._site("hook_pos_embed", self._width))
+        else:
+            self._refuse("hook_pos_embed", "the family has no learned position embedding")
+        for number, block in decoder.blocks.items():
+            self._block = f"blocks.{number}."
+            self._streams = {}
+            self._install_block(block)
+        last = self._streams["hook_resid_post"]
+        self._block = ""
+        self._norm("ln_final", decoder.final_norm, last, "the final norm is not under a known name")
+        self._serve("unembed.hook_out", (int(self._config.vocab_size),))
+        self._taps.site("unembed.hook_out", int(self._config.vocab_size))
+        order = {point.name: place for place, point in enumerate(HOOK_POINTS)}
+        missing = [name for name in order if not any(_form(site.name) == name for site in self._out.sites)]
+        for name in missing:
+            self._out.refusals.setdefault(name, "the model has no place for it that is known")
+        self._out.sites.sort(key=lambda site: self._place(site.name, order))
+        return self._out
+
+    def _place(self, name: str, order: dict[str, int]) -> tuple[int, int, int]:
+        """Sort key: network order."""
+        place = order[_form(name)]
+        if name.startswith("blocks."):
+            return 1, int(name.split(".")[1]), place
+        return (0 if name.endswith("embed") else 2), 0, place
+
+    # -- one block
+
+    def _install_block(self, block: Block) -> None:
+        family, width = self._family, self._width
+        self._streams["hook_resid_pre"] = self._site("hook_resid_pre", width)
+        hooking.before_layer(block.layer, self._decoder.layer_parameters, self._streams["hook_resid_pre"])
+        reason = "no norm precedes attention" if block.after_attention else "its norm is not under a known name"
+        self._norm("ln1", block.before_attention, self._streams["hook_resid_pre"], reason)
+        self._attention(block)
+        self._contribution("attn", block.attention, block.after_attention, block.output)
+        self._middle(block)
+        self._mlp(block)
+        self._contribution("mlp", block.mlp, block.after_mlp, block.down)
+        self._streams["hook_resid_post"] = self._site("hook_resid_post", width)
+        if family.pair:
+            hooking.after_pair(block.layer, self._streams["hook_resid_post"])
+        else:
+            hooking.after(block.layer, self._streams["hook_resid_post"])
+
+    def _contribution(self, part: str, module: nn.Module | None, norm: nn.Module | None, last: Any) -> None:
+        """What attention or the MLP adds to the stream, and the module's output where a norm follows it; `last` is the
+        projection that it ends with.
+        """
+        if self._processes > 1 and (not getattr(last, "reduce_results", True) or _hands_bias_on(last)):
+            reason = f"the model runs on {self._processes} processes, and adds up their parts only in the stream"
+            self._refuse(f"hook_{part}_out", reason)
+        elif module is None:
+            self._refuse(f"hook_{part}_out", "its module is not under a known name")
+        elif norm is None:
+            hooking.after(module, self._site(f"hook_{part}_out", self._width))
+            self._refuse(f"{part}.hook_out", f"no norm follows: the name means hook_{part}_out")
+        else:
+            hooking.after(module, self._site(f"{part}.hook_out", self._width))
+            hooking.after(norm, self._site(f"hook_{part}_out", self._width))
+
+    def _middle(self, block: Block) -> None:
+        """The stream between attention and MLP, and the norm in front of the MLP."""
+        if self._family.always_parallel:
+            self._refuse("hook_resid_mid", "attention and MLP read the same stream: there is none between them")
+            base = self._streams["hook_resid_pre"]
+        elif self._family.pair and block.before_mlp is not None:
+            base = self._site("hook_resid_mid", self._width)
+            hooking.before_norm(block.before_mlp, base)
+        elif not self._family.pair and (reader := block.before_mlp or block.mlp) is not None:
+            base = self._site("hook_resid_mid", self._width)
+            hooking.before(reader, base)
+        else:
+            self._refuse("hook_resid_mid", "what reads it is not under a known name")
+            base = None
+        reason = "its norm is not under a known name"
+        if block.after_mlp is not None:
+            reason = "no norm precedes the MLP"
+        elif self._family.always_parallel:
+            reason = "attention and MLP share one norm, ln1"
+        self._norm("ln2", block.before_mlp, base, reason)
+
+    def _norm(self, name: str, module: nn.Module | None, stream: int | None, reason: str) -> None:
+        """Output of a norm, and what it makes of the stream that it reads."""
+        definition = norm_of(module) if module is not None else None
+        if definition is None or stream is None:
+            why = reason if module is None or stream is None else f"{type(module).__name__} is not a known kind of norm"
+            for part in ("scale", "normalized"):
+                self._refuse(f"{name}.hook_{part}", why)
+        else:
+            self._reading(f"{name}.hook_scale", stream, definition.scale, (1,), "float32")
+            self._reading(f"{name}.hook_normalized", stream, definition.normalized, (self._width,))
+        if module is None:
+            self._refuse(f"{name}.hook_out", reason)
+        else:
+            hooking.after(module, self._site(f"{name}.hook_out", self._width))
+
+    # -- attention
+
+    def _attention(self, block: Block) -> None:
+        reason = self._spread()
+        if reason is None and block.kernel is None:
+            reason = "its module has no attention kernel under a known name"
+        if reason is not None:
+            for name in _IN_ATTENTION:
+                self._refuse(name, reason)
+            return
+        kernel = block.kernel
+        heads, kv_heads, d_head = int(kernel.num_heads), int(kernel.num_kv_heads), int(kernel.head_size)
+        self._projections(block, heads, kv_heads, d_head)
+        if block.attention is not None and (hasattr(block.attention, "rotary_emb") or self._decoder.rotary):
+            query = self._site("attn.hook_rot_q", heads, d_head)
+            key = self._site("attn.hook_rot_k", kv_heads, d_head)
+            hooking.before_kernel(kernel, query, key)
+            sources = ("attn.hook_rot_q", "attn.hook_rot_k")
+        else:
+            for name in ("attn.hook_rot_q", "attn.hook_rot_k"):
+                self._refuse(name, "the family has no rotary embedding")
+            sources = ("attn.hook_q", "attn.hook_k")
+        self._pattern(kernel, sources)
+        if block.output is None:
+            for name in ("attn.hook_z", "attn.hook_result"):
+                self._refuse(name, "the output projection is not under a known name")
+            return
+        _keep_bias(block.output)
+        hooking.before(block.output, self._site("attn.hook_z", heads, d_head))
+        if type(getattr(block.output, "quant_method", None)).__name__ != "UnquantizedLinearMethod":
+            self._refuse("attn.hook_result", "the output projection is quantized")
+            return
+        self._serve("attn.hook_result", (heads, self._width), derived=True)
+        z = f"{self._block}attn.hook_z"
+        self._out.derived[f"{self._block}attn.hook_result"] = Result(z, heads, block.output, self._device)
+
+    def _projections(self, block: Block, heads: int, kv_heads: int, d_head: int) -> None:
+        shapes = {"attn.hook_q": heads, "attn.hook_k": kv_heads, "attn.hook_v": kv_heads}
+        if block.joint is not None:
+            _keep_bias(block.joint)
+            sites = [self._site(name, count, d_head) for name, count in shapes.items()]
+            if self._family.interleaved:
+                hooking.after_in_parts(block.joint, heads, [d_head] * 3, sites)
+            else:
+                hooking.after_in_parts(block.joint, 1, [count * d_head for count in shapes.values()], sites)
+            return
+        for (name, count), child in zip(shapes.items(), ("q_proj", "k_proj", "v_proj"), strict=True):
+            module = getattr(block.attention, child, None)
+            if module is None:
+                self._refuse(name, "its projection is not under a known name")
+            else:
+                hooking.after(module, self._site(name, count, d_head))
+
+    def _pattern(self, kernel: Any, sources: tuple[str, str]) -> None:
+        names = ("attn.hook_attn_scores", "attn.hook_pattern")
+        served = {site.name for site in self._out.sites}
+        query, key = (self._block + source for source in sources)
+        implementation = kernel.impl
+        reason = None
+        if getattr(implementation, "alibi_slopes", None) is not None:
+            reason = "attention has ALiBi biases, with which it is not computed"
+        elif query not in served or key not in served:
+            reason = "it is computed from queries and keys, which are not served"
+        if reason is not None:
+            for name in names:
+                self._refuse(name, reason)
+            return
+        heads = int(kernel.num_heads)
+        for name in names:
+            self._serve(name, (heads, 0), derived=True, prefix=True)
+            self._out.derived[self._block + name] = Pattern(
+                rows_of=query,
+                prefix_of=key,
+                heads=heads,
+                kv_heads=int(kernel.num_kv_heads),
+                scale=float(implementation.scale),
+                soft_cap=implementation.logits_soft_cap or None,
+                window=kernel.sliding_window,
+                sinks=getattr(implementation, "sinks", None),
+                scores=name == "attn.hook_attn_scores",
+            )
+
+    # -- MLP
+
+    def _mlp(self, block: Block) -> None:
+        if block.router is not None:
+            experts = getattr(self._config, "num_local_experts", None) or getattr(self._config, "num_experts", None)
+            width = int(experts or block.router.weight.shape[0])
+            hooking.after(block.router, self._site("mlp.hook_router_logits", width))
+        else:
+            self._refuse("mlp.hook_router_logits", "the MLP is not a mixture of experts")
+        reason = self._spread()
+        if reason is None and block.router is not None:
+            reason = "the experts' hidden layers exist only inside a fused kernel"
+        elif reason is None and (block.down is None or (block.gated is None and block.up is None)):
+            reason = "its projections are not under known names"
+        if reason is not None:
+            for name in _IN_MLP:
+                self._refuse(name, reason)
+            return
+        assert block.down is not None
+        width = int(block.down.input_size)
+        if block.gated is not None:
+            sites = [self._site(name, width) for name in ("mlp.hook_pre", "mlp.hook_pre_linear")]
+            hooking.after_in_parts(block.gated, 1, [width, width], sites)
+        else:
+            _keep_bias(block.up)
+            hooking.after(block.up, self._site("mlp.hook_pre", width))
+            self._refuse("mlp.hook_pre_linear", "the MLP is not gated")
+        _keep_bias(block.down)
+        hooking.before(block.down, self._site("mlp.hook_post", width))
+
+    # -- bookkeeping
+
+    def _spread(self) -> str | None:
+        if self._processes == 1:
+            return None
+        return f"the model runs on {self._processes} processes, each of which has a part of it"
+
+    def _site(self, name: str, *dims: int) -> int:
+        self._serve(name, dims)
+        return self._taps.site(self._block + name, prod(dims))
+
+    def _reading(
+        self,
+        name: str,
+        base: int,
+        compute: Callable[[torch.Tensor], torch.Tensor],
+        dims: tuple[int, ...],
+        dtype: str | None = None,
+    ) -> None:
+        self._serve(name, dims, dtype=dtype)
+        self._taps.reading(self._block + name, base, compute)
+
+    def _serve(
+        self, name: str, dims: tuple[int, ...], dtype: str | None = None, *, derived: bool = False, prefix: bool = False
+    ) -> None:
+        full = self._block + name
+        point = BY_NAME[_form(full)]
+        self._out.sites.append(Site(full, prod(dims), point.editable, point.shape, dims, dtype, derived, prefix))
+
+    def _refuse(self, name: str, reason: str) -> None:
+        self._out.refusals.setdefault(_form(self._block + name), reason)
+
+
+def _hands_bias_on(linear: Any) -> bool:
+    """Whether a vLLM projection leaves it to its caller to add the bias."""
+    return bool(getattr(linear, "skip_bias_add", False)) and getattr(linear, "bias", None) is not None
+
+
+def _keep_bias(linear: Any) -> None:
+    """See to it that a projection's output has its bias in it."""
+    if _hands_bias_on(linear):
+        hooking.add_bias(linear)
+
+
+def _form(name: str) -> str:
+    """`blocks.3.hook_resid_pre -> blocks.{layer}.hook_resid_pre`."""
+    if not name.startswith("blocks."):
+        return name
+    _, _, rest = name.split(".", 2)
+    return "blocks.{layer}." + rest
