@@ -329,7 +329,9 @@ async def _wait(ticket: JobTicket, timeout: float | None) -> dict[str, Any]:
         if not done:
             stage = "run" if await ticket.status() == "started" else "queue"
             raise DeadlineExceeded(stage, timeout or 0.0, job_id=ticket.id)
-        return waiting.result()
+        job = waiting.result()
+        # of a job that had finished before, nothing was computed for this call
+        return {**job, "computed_rows": 0, "run_s": 0.0, "generated": False} if ticket.reused else job
     finally:
         if not waiting.done():
             waiting.cancel()

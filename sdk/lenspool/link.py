@@ -180,6 +180,7 @@ class Link:
         elif flight.fresh and not call.fresh:  # somebody joined meanwhile who has no use for the old result
             self.send("submit", flight)
         else:
+            flight.hit = True
             self._ended(flight.id, "finished", result_of(flight.id, reply[1])[0], "")
 
     async def _execute(self, batch: list[_Call]) -> list[Any]:

@@ -32,6 +32,8 @@ class Flight:
         SUBMIT was sent at least once.
     placed
         Its last SUBMIT was answered: what Redis says of the job is about this flight, not about an earlier run.
+    hit
+        Its result was that of a job which had finished before.
     swept
         The flight was there at the last sweep: what is older than one sweep is looked up.
     """
@@ -44,6 +46,7 @@ class Flight:
     tickets: set[JobTicket] = field(default_factory=set)
     sent: bool = False
     placed: bool = False
+    hit: bool = False
     swept: bool = False
 
 
@@ -86,6 +89,11 @@ class JobTicket:
         if outcome.error is not None:
             raise from_wire(outcome.error, self.id)
         return dict(outcome.value)
+
+    @property
+    def reused(self) -> bool:
+        """Whether the job had finished before it was asked for here; meaningful once the result is there."""
+        return self._flight.hit
 
     async def status(self) -> str:
         """One of `queued`, `started`, `finished`, `failed`, `cancelled`, `unknown`."""
