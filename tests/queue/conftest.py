@@ -3,9 +3,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import multiprocessing
 import os
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -18,6 +17,7 @@ import redis
 from lenspool import keys
 from lenspool.broker import Broker
 from lenspool.queue import JobQueue, JobTicket
+from tests.queue import pool_process
 
 CARD = "tiny@0123456789ab"
 SHORT = {"lease": 2.0, "beat": 0.4, "reap": 0.4, "grace": 10.0}
@@ -26,16 +26,19 @@ LOST_S = SHORT["lease"] + SHORT["reap"] + 4.0
 """By when jobs of a lost worker must have left it, on a machine that is busy."""
 
 
+# workers are forked from a process that has the imports already: separate processes, started in milliseconds
+_FORK = multiprocessing.get_context("forkserver")
+_FORK.set_forkserver_preload(["tests.queue.pool_process"])
+
+
 class WorkerProcess:
     def __init__(self, url: str, log: Path, out: Path, options: dict[str, Any]) -> None:
         settings = {"url": url, "card": CARD, "log": str(log), "options": SHORT | options}
         self.out = out
-        with out.open("wb") as stderr:
-            self.process = subprocess.Popen(
-                [sys.executable, str(Path(__file__).with_name("pool_process.py")), json.dumps(settings)],
-                stdout=subprocess.PIPE,
-                stderr=stderr,
-            )
+        self._stats = out.with_suffix(".json")
+        self.process = _FORK.Process(target=pool_process.run, args=(settings, str(out), str(self._stats)))
+        self.process.start()
+        assert self.process.pid is not None
         self.pid = self.process.pid
 
     def signal(self, number: int) -> None:
@@ -43,16 +46,13 @@ class WorkerProcess:
 
     def wait(self, timeout: float = 20.0) -> dict[str, int]:
         """Counters of a worker that stops on its own."""
-        out, _ = self.process.communicate(timeout=timeout)
-        assert self.process.returncode == 0, self.out.read_text()
-        return json.loads(out)
+        self.process.join(timeout)
+        assert self.process.exitcode == 0, self.out.read_text()
+        return json.loads(self._stats.read_text())
 
     def end(self) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-            self.process.wait()
-        assert self.process.stdout is not None
-        self.process.stdout.close()
+        self.process.kill()
+        self.process.join()
 
 
 class Pool:

@@ -10,7 +10,6 @@ import json
 import logging
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -78,8 +77,7 @@ class Handlers:
         return {"x": "x" * 2_000_000}
 
 
-async def main() -> None:
-    settings = json.loads(sys.argv[1])
+async def serve(settings: dict[str, Any]) -> dict[str, int]:
     worker = PoolWorker(
         {"id": settings["card"]},
         Handlers(Path(settings["log"])),
@@ -87,9 +85,12 @@ async def main() -> None:
         **settings["options"],
     )
     await worker.serve(signals=True)
-    print(json.dumps(worker.stats))
+    return worker.stats
 
 
-if __name__ == "__main__":
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    asyncio.run(main())
+def run(settings: dict[str, Any], out: str, stats: str) -> None:
+    """The process: serve, with stderr in a file; leave the counters in another at a clean end."""
+    with Path(out).open("wb") as stream:
+        os.dup2(stream.fileno(), 2)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", force=True)
+    Path(stats).write_text(json.dumps(asyncio.run(serve(settings))))

@@ -161,7 +161,7 @@ async def test_it_fails_alone_and_typed(shared_pool: Pool, tmp_path: Path, plant
         assert await asyncio.wait_for(client.submit(CARD, doc(plant.__name__)).result(), 10) == {"n": plant.__name__}
     finally:
         await client.close()
-    assert pool.workers[0].process.poll() is None
+    assert pool.workers[0].process.is_alive()
     assert not marker.exists() and "bad" not in pool.executions()
     assert pool.redis.hget(f"rq:job:{bad}", "status") == b"failed"
     assert 0 < pool.redis.ttl(f"rq:job:{bad}") <= 3600

@@ -128,7 +128,7 @@ async def test_poison_job_fails_alone(pool: Pool, connect: Connect) -> None:
         while True:
             await asyncio.sleep(0.1)
             for worker in pool.workers:
-                if worker.process.poll() is not None:
+                if not worker.process.is_alive():
                     worker.end()
                     pool.workers.remove(worker)
                     pool.worker(wait=False)
