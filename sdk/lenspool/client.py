@@ -38,6 +38,10 @@ _ATTEMPTS = 3
 """How often a job is sent when the store loses its rows between their writing and their reading (eviction)."""
 
 
+_CLOCKS_S = 600.0
+"""How far the clocks of workers and clients may differ: whether a worker lives is said by its card, which expires."""
+
+
 class Client:
     """A connection to a pool.
 
@@ -96,7 +100,7 @@ class Client:
 
     async def _published(self) -> list[dict[str, Any]]:
         """What every live worker says of itself."""
-        names = await self._queue.redis.zrangebyscore(keys.CARDS, time.time(), "+inf")
+        names = await self._queue.redis.zrangebyscore(keys.CARDS, time.time() - _CLOCKS_S, "+inf")
         found = await self._queue.redis.mget([keys.card(name.decode()) for name in names]) if names else []
         return [json.loads(raw) for raw in found if raw]
 
