@@ -21,7 +21,7 @@ ADD = Edit("add", value=VECTOR, coefficient=2.0)
 def taps_with(edits: Sequence[Edit], start: int, stop: int, job: JobRows, taps: Taps | None = None) -> Taps:
     """One site, edited and captured at rows [start, stop)."""
     taps = taps or Taps()
-    site = taps.site("here")
+    site = taps.site("here", 4)
     pieces = [EditSlice(start, stop, edit, job) for edit in edits]
     taps.plan = StepPlan({site: [Slice(start, stop, 10, job)]}, {site: pieces})
     return taps
@@ -38,7 +38,7 @@ def process_taps() -> Iterator[Taps]:
     names = list(TAPS.names)
     yield TAPS
     TAPS.plan = None
-    TAPS.names[:] = names
+    del TAPS.names[len(names) :], TAPS._widths[len(names) :]
 
 
 def test_each_op_does_what_it_says() -> None:
@@ -117,7 +117,7 @@ def test_two_jobs_in_one_tensor_do_not_meet() -> None:
     tensor = torch.arange(24.0).reshape(6, 4)
     first, second = JobRows("first"), JobRows("second")
     taps = Taps()
-    site = taps.site("here")
+    site = taps.site("here", 4)
     taps.plan = StepPlan(
         {site: [Slice(0, 2, 10, first), Slice(3, 6, 10, second)]}, {site: [EditSlice(0, 2, Edit("zero"), first)]}
     )
@@ -133,7 +133,7 @@ def test_a_failing_edit_is_charged_to_its_job_alone() -> None:
     tensor = torch.ones(4, 4)
     bad, good = JobRows("bad"), JobRows("good")
     taps = Taps()
-    site = taps.site("here")
+    site = taps.site("here", 4)
     wrong = Edit("add", value=torch.ones(5))
     taps.plan = StepPlan(
         {site: [Slice(0, 2, 10, bad), Slice(2, 4, 10, good)]},

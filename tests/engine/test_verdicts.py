@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import resource
 import signal
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -56,14 +57,17 @@ class Pair:
 async def pair(tmp_path: Path) -> AsyncIterator[Pair]:
     verdicts, taps = Verdicts(), Taps()
     await verdicts.open()
-    taps.site(HOOK), taps.site(OTHER), taps.site("unembed.hook_out")
+    taps.site(HOOK, 4), taps.site(OTHER, 4), taps.site("unembed.hook_out", 16)
     with Store(tmp_path / "store") as store:
         instrument = Instrument(taps, torch.device("cpu"))
         instrument.store = store
-        sink = await asyncio.to_thread(Sink, verdicts.path, instrument, store)
+        orphaned = threading.Event()
+        sink = await asyncio.to_thread(Sink, verdicts.path, instrument, store, orphaned.set)
         await verdicts.connected()
         yield Pair(verdicts, instrument, taps, sink, store)
+        assert not orphaned.is_set() or verdicts.lost
         await verdicts.close()
+        assert await asyncio.to_thread(orphaned.wait, 5)
 
 
 def commit(captures: list[Any], length: int, **entries: Any) -> dict[str, Any]:

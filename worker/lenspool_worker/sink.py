@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -33,9 +32,12 @@ class Sink:
     ----------
     path
         Unix socket on which the parent listens.
+    orphaned
+        Called in the thread when the parent has closed it, or has died.
     """
 
-    def __init__(self, path: str, instrument: Instrument, store: Store) -> None:
+    def __init__(self, path: str, instrument: Instrument, store: Store, orphaned: Callable[[], object]) -> None:
+        self._orphaned = orphaned
         self._instrument = instrument
         self._store = store
         self._socket = socket.socket(socket.AF_UNIX)
@@ -48,9 +50,7 @@ class Sink:
             self._answer()
         except OSError as error:
             log.warning("the engine's parent cannot be reached: %s", error)
-        # The parent closes this only when it has ended. vLLM's processes would not notice, and live for ever; when this
-        # one ends they do. The store stands a death at any time.
-        os._exit(1)
+        self._orphaned()
 
     def _answer(self) -> None:
         """Obey verdicts until the parent closes the socket."""
