@@ -238,8 +238,12 @@ async def test_models_and_hooks(client: Client) -> None:
     (card,) = await client.models()
     assert card.name == "smollm2-135m-instruct" and card.n_layers == 30
     assert card.context["numerics"]["dtype"] == "float32"
-    infos = await client.hooks()
-    assert len(infos) == 3 + 30 * 5
+    infos = {info.name: info for info in await client.hooks()}
+    for layer in range(30):
+        for name in ("resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post"):
+            info = infos[f"blocks.{layer}.hook_{name}"]
+            assert info.width == 576 and info.editable
+    assert infos["unembed.hook_out"].width == 49152 and not infos["unembed.hook_out"].editable
     async with Client(client.url, model="no-such-model") as other:
         with pytest.raises(UnknownModel) as error:
             await other.capture("x", "embed")
