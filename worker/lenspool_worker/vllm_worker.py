@@ -60,8 +60,8 @@ class LensWorker(Worker):
         """Open the store, and the way on which the parent's verdicts come."""
         assert self._instrument is not None
         self._instrument.store = Store(store_path)
-        # The parent closes the socket only when it has ended. vLLM's processes would not notice, and live for ever; they
-        # end when this one does. The store stands a death at any time.
+        # The parent closes the socket only when it has ended. vLLM's processes would not notice, and live for ever;
+        # they end when this one does.
         self._sink = Sink(socket_path, self._instrument, self._instrument.store, lambda: os._exit(1))
 
     def lenspool_stats(self) -> dict[str, int]:
