@@ -66,6 +66,22 @@ async def test_a_killed_worker_process(tiny_llama: Path, tmp_path: Path) -> None
     await gone(mine, 10)
 
 
+async def test_a_stop_in_the_middle(tiny_llama: Path, tmp_path: Path) -> None:
+    """What is running fails at once and may run elsewhere; no process stays."""
+    before = processes(psutil.Process())
+    with Store(tmp_path / "store") as store:
+        async with booted(tiny_llama, store) as asker:
+            mine = new_processes(before)
+            requests = [asker.request([1 + i, 2, 3], [HOOK], generate=480) for i in range(8)]
+            running = [asyncio.create_task(asker.engine.run(request)) for request in requests]
+            while (await asker.engine.stats())["max_batch"] < 4:
+                await asyncio.sleep(0.02)
+        outcomes = await asyncio.wait_for(asyncio.gather(*running, return_exceptions=True), 2)
+        assert all(isinstance(o, EngineFailed) and o.requeue for o in outcomes), outcomes  # type: ignore[attr-defined]
+        await asker.engine.stop()  # a second one does nothing
+    await gone(mine, 10)
+
+
 SCRIPT = """
     import asyncio, sys
     from pathlib import Path
