@@ -41,10 +41,10 @@ class Found:
     generation: dict[str, Any] | None = None
     reader: Reader | None = None
 
-    def ranges(self, request: Request) -> list[Range]:
-        """The request's ranges with their end."""
+    def ranges(self, request: Request, name: str | None = None) -> list[Range]:
+        """The request's ranges with their end; of one of its names, where that has rows."""
         assert self.length is not None
-        return closed(request.ranges, self.length)
+        return closed(request.ranges if name is None else request.ranges_of(name), self.length)
 
 
 class Access(Protocol):
@@ -86,18 +86,18 @@ class StoreAccess:
         length, generation = len(request.tokens), None
         if request.sampling is not None:
             if GENERATION not in segments:
-                return Found(False, {name: list(request.ranges) for name in request.hooks})
+                return Found(False, {name: request.ranges_of(name) for name in request.hooks})
             generation = parse_generation(self.store.read(segments[GENERATION][0]))
             length += len(generation["token_ids"]) - 1
-        wanted = closed(request.ranges, length)
+        wanted = {name: closed(request.ranges_of(name), length) for name in request.hooks}
         missing: dict[str, list[OpenRange]] = {}
         for name in request.hooks:
-            gap = rg.subtract(wanted, rg.merge(s.range for s in segments.get(name, ())))
+            gap = rg.subtract(wanted[name], rg.merge(s.range for s in segments.get(name, ())))
             if gap:
                 missing[name] = list(gap)
         if missing:
             return Found(False, missing, length, generation)
-        return Found(True, {}, length, generation, lambda name: self.store.rows(run, name, wanted))
+        return Found(True, {}, length, generation, lambda name: self.store.rows(run, name, wanted[name]))
 
     async def put_array(self, digest: str, array: np.ndarray) -> None:
         if self.store.read_only:
@@ -120,16 +120,16 @@ class RedisAccess:
 
     async def find(self, request: Request, *, ran: bool) -> Found:
         if not ran:
-            return Found(False, {name: list(request.ranges) for name in request.hooks})
+            return Found(False, {name: request.ranges_of(name) for name in request.hooks})
         run, length, generation = request.run, len(request.tokens), None
         if request.sampling is not None:
             column = (await self._fetch(request.card, run.document, {GENERATION: [[0, None]]}))[GENERATION]
             generation = parse_generation(column)
             length += len(generation["token_ids"]) - 1
-        wanted = closed(request.ranges, length)
+        wanted = {name: closed(request.ranges_of(name), length) for name in request.hooks}
+        names = {name: [list(r) for r in ranges] for name, ranges in wanted.items() if ranges}
         arrays: dict[str, np.ndarray] = {}
-        if request.hooks and wanted:
-            names = {name: [list(r) for r in wanted] for name in request.hooks}
+        if names:
             arrays = await self._fetch(request.card, run.document, names)
         return Found(True, {}, length, generation, arrays.__getitem__)
 

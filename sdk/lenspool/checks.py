@@ -7,11 +7,14 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from lenspool import entries
 from lenspool.card import ModelCard
 from lenspool.errors import InvalidJob, UnknownHook, UnsupportedHook
 from lenspool.interventions import OPS
 from lenspool.job import VERSION, check_tokens
+from lenspool.positions import check_ranges
 from lenspool.sampling import check_integer, sampling_document
+from lenspool.sizes import check_bytes
 
 KINDS = ("capture", "generate", "fetch")
 
@@ -68,7 +71,8 @@ def check(document: Any, card: ModelCard) -> None:
         raise InvalidJob("nonce", "not a string")
     # a generation's last token is never fed back, so it has no position
     end = len(tokens) + (sampling["max_tokens"] - 1 if sampling else 0)
-    _check_captures(document.get("captures"), card, end, generating=kind == "generate")
+    _check_captures(document.get("captures"), card, end, len(tokens), generating=kind == "generate")
+    check_bytes(document["captures"], card, end)
     _check_interventions(document.get("interventions"), card, end, generating=kind == "generate")
 
 
@@ -79,47 +83,43 @@ def _check_fetch(document: Mapping[str, Any]) -> None:
     if not isinstance(names, dict) or not names:
         raise InvalidJob("names", "not an object of entry name -> ranges", "at least one")
     for name, ranges in names.items():
-        _check_ranges(ranges, f"names.{name}", None, may_be_open=True)
+        check_ranges(ranges, f"names.{name}", None, may_be_open=True)
     check_integer("limit", document.get("limit"), 1, None)
 
 
-def _check_captures(captures: Any, card: ModelCard, end: int, *, generating: bool) -> None:
+def _check_captures(captures: Any, card: ModelCard, end: int, n_prompt: int, *, generating: bool) -> None:
     if not isinstance(captures, list):
         raise InvalidJob("captures", "not a list", "a list of {hooks, ranges}")
     seen: set[str] = set()
     for i, group in enumerate(captures):
         if not isinstance(group, dict) or not isinstance(group.get("hooks"), list):
             raise InvalidJob(f"captures[{i}]", "not an object with hooks and ranges")
+        check_ranges(group.get("ranges"), f"captures[{i}].ranges", end, may_be_open=generating)
         for name in group["hooks"]:
-            _check_hook(name, card, f"captures[{i}].hooks")
+            if isinstance(name, str) and entries.is_readout(name):
+                _check_readout(name, group["ranges"], card, end, n_prompt, f"captures[{i}]", generating=generating)
+            else:
+                _check_hook(name, card, f"captures[{i}].hooks")
             if name in seen:
                 raise InvalidJob(f"captures[{i}].hooks", f"{name} is asked for twice")
             seen.add(name)
-        _check_ranges(group.get("ranges"), f"captures[{i}].ranges", end, may_be_open=generating)
+
+
+def _check_readout(
+    name: str, ranges: list[list[int | None]], card: ModelCard, end: int, n_prompt: int, at: str, *, generating: bool
+) -> None:
+    entry = entries.parse(name, f"{at}.hooks")
+    entries.check(entry, card, f"{at}.hooks", end, generating=generating)
+    if entry.part not in entries.OPS[entry.op].parts:
+        raise InvalidJob(f"{at}.hooks", f"{name!r} has several arrays", ", ".join(e.name for e in entry.stored))
+    allowed = entry.rows([(r[0] or 0, r[1]) for r in ranges], n_prompt)
+    if ranges != [list(r) for r in allowed]:
+        raise InvalidJob(f"{at}.ranges", f"{entry.op} has no rows at {ranges}", f"{[list(r) for r in allowed]}")
 
 
 def _check_hook(name: Any, card: ModelCard, field: str) -> None:
     if not isinstance(name, str) or name not in card.hooks:
         raise UnknownHook(str(name), field=field)
-
-
-def _check_ranges(ranges: Any, field: str, end: int | None, *, may_be_open: bool) -> None:
-    """Ranges must be sorted, disjoint ints from 0 to `end`; the last one may be open where that is allowed."""
-    allowed = "sorted, disjoint [start, stop) pairs" + (f" within 0..{end}" if end is not None else "")
-    last = 0
-    if not isinstance(ranges, list) or not ranges:
-        raise InvalidJob(field, "not a list, or empty", allowed)
-    for i, pair in enumerate(ranges):
-        if not isinstance(pair, list) or len(pair) != 2 or type(pair[0]) is not int or pair[0] < last:
-            raise InvalidJob(field, f"got {pair!r}", allowed)
-        start, stop = pair
-        if stop is None:
-            if not may_be_open or i + 1 < len(ranges):
-                raise InvalidJob(field, f"got the open range {pair!r}", allowed)
-            continue
-        if type(stop) is not int or stop <= start or (end is not None and stop > end):
-            raise InvalidJob(field, f"got {pair!r}", allowed)
-        last = stop
 
 
 def _check_interventions(interventions: Any, card: ModelCard, end: int, *, generating: bool) -> None:
@@ -136,7 +136,7 @@ def _check_interventions(interventions: Any, card: ModelCard, end: int, *, gener
         _check_hook(item.get("hook"), card, f"{at}.hook")
         if not card.hooks[item["hook"]].editable:
             raise UnsupportedHook(item["hook"], "it can be captured but not edited", field=f"{at}.hook")
-        _check_ranges(item.get("ranges"), f"{at}.ranges", end, may_be_open=generating)
+        check_ranges(item.get("ranges"), f"{at}.ranges", end, may_be_open=generating)
         numbers = {"scale": ["factor"], "add": ["coefficient"]}.get(item["op"], [])
         value = item.get("value")
         if item["op"] in ("add", "set") and not isinstance(value, dict):

@@ -21,6 +21,7 @@ from lenspool.errors import DeadlineExceeded, InvalidJob, UnknownModel
 from lenspool.interventions import ArrayRef, Intervention, as_float32
 from lenspool.job import Request, prepare
 from lenspool.queue import JobQueue, JobTicket
+from lenspool.readouts import Readout
 from lenspool.result import Capture, Generation
 from lenspool.sampling import sampling_document
 from lenspool.tokenizer import Tokenizer, from_bytes
@@ -30,6 +31,9 @@ from lenspool_cache.keys import array_digest
 
 Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int] | np.ndarray
 """Text, chat messages, or token ids (taken verbatim)."""
+
+Hooks = str | Readout | Iterable[str | Readout]
+"""What to capture: names, aliases, short forms, globs, and readouts."""
 
 Interventions = Intervention | Iterable[Intervention]
 ResultT = TypeVar("ResultT", Capture, Generation)
@@ -151,7 +155,7 @@ class Client:
     async def capture(
         self,
         prompt: Prompt,
-        hooks: str | Iterable[str],
+        hooks: Hooks,
         *,
         positions: Any = "all",
         interventions: Interventions = (),
@@ -164,7 +168,8 @@ class Client:
         prompt
             Text, chat messages, or token ids.
         hooks
-            Names, aliases, short forms or globs: `"blocks.*.hook_resid_post"`, `"resid_post.5"`, `"logits"`.
+            Names, aliases, short forms or globs: `"blocks.*.hook_resid_post"`, `"resid_post.5"`, `"logits"`; and
+            readouts of them: `top_k("logits", 10)`, see `lenspool.readouts`.
         positions
             `"all"`, `"last"`, an int, a list of ints, a slice; see `lenspool.positions`.
         interventions
@@ -199,7 +204,7 @@ class Client:
         seed: int | None = None,
         stop: str | Iterable[str] = (),
         ignore_eos: bool = False,
-        hooks: str | Iterable[str] = (),
+        hooks: Hooks = (),
         positions: Any = "all",
         interventions: Interventions = (),
         timeout: float | None = None,
@@ -239,7 +244,7 @@ class Client:
     async def map(
         self,
         prompts: Iterable[Prompt],
-        hooks: str | Iterable[str],
+        hooks: Hooks,
         *,
         concurrency: int = 256,
         ordered: bool = True,
@@ -254,7 +259,7 @@ class Client:
             In the order of the prompts, or as they finish when `ordered=False`. With `return_exceptions=True` an error
             takes its result's place, otherwise it is raised and the rest is cancelled.
         """
-        names = [hooks] if isinstance(hooks, str) else list(hooks)
+        names = [hooks] if isinstance(hooks, (str, Readout)) else list(hooks)
         source, running = iter(prompts), list[asyncio.Task[Capture]]()
         try:
             while True:
@@ -353,7 +358,7 @@ def _result(
     """Put a result object together from what was found."""
     assert found.reader is not None
     ranges = found.ranges(request)
-    rows = rg.count(ranges) * len(request.hooks)
+    rows = sum(rg.count(found.ranges(request, name)) for name in request.hooks)
     computed = min(int(job.get("computed_rows", 0)), rows)
     run_s = float(job.get("run_s", 0.0))
     provenance = {

@@ -14,11 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from lenspool import hooks as hk
+from lenspool import entries
 from lenspool import positions as ps
 from lenspool.card import ModelCard
 from lenspool.errors import InvalidJob
 from lenspool.interventions import to_documents
+from lenspool.readouts import resolve
+from lenspool.sizes import check_bytes
 from lenspool.tokenizer import Tokenizer
 from lenspool_cache import Run, canonical_json
 from lenspool_cache import ranges as rg
@@ -36,7 +38,7 @@ class Request:
     Attributes
     ----------
     hooks
-        Canonical names in network order.
+        Canonical names in network order, and names of readouts' entries (`lenspool.entries`).
     ranges
         Positions to capture; the last range of a generation may be open.
     arrays
@@ -59,17 +61,31 @@ class Request:
         """Identity of the computation in the store."""
         return run_of(self.document({}), self.card.context)
 
+    def ranges_of(self, name: str) -> list[OpenRange]:
+        """Positions at which a hook or an entry of a readout has rows in this request."""
+        if not entries.is_readout(name):
+            return self.ranges
+        return entries.parse(name).rows(self.ranges, len(self.tokens))
+
     def document(self, missing: Mapping[str, Sequence[OpenRange]]) -> dict[str, Any]:
-        """Job document that asks for the given rows of this request: hook -> ranges."""
+        """Job document that asks for the given rows of this request: hook -> ranges.
+
+        Raises
+        ------
+        InvalidJob
+            The rows take more bytes than a job may.
+        """
         groups: dict[tuple[OpenRange, ...], list[str]] = {}
         for name, wanted in missing.items():
             groups.setdefault(tuple(wanted), []).append(name)
+        captures = [{"hooks": names, "ranges": [list(r) for r in wanted]} for wanted, names in groups.items()]
+        check_bytes(captures, self.card, _end(self.tokens, self.sampling))
         document = {
             "v": VERSION,
             "kind": "capture" if self.sampling is None else "generate",
             "model": self.card.id,
             "tokens": self.tokens,
-            "captures": [{"hooks": names, "ranges": [list(r) for r in wanted]} for wanted, names in groups.items()],
+            "captures": captures,
             "interventions": self.interventions,
             "sampling": self.sampling,
         }
@@ -111,13 +127,19 @@ def prepare(
             "prompt", f"has {len(tokens)} tokens", f"at most {room}{more} (max_model_len {card.max_model_len})"
         )
     generating = sampling is not None
-    names = hk.resolve(hooks, card)
+    wanted = ps.resolve(positions, len(tokens), generating=generating)
+    names, matrices = resolve(hooks, card, wanted, len(tokens), _end(tokens, sampling), generating=generating)
     if not names and not generating:
         raise InvalidJob("hooks", "no hook was asked for", "at least one hook name")
-    wanted = ps.resolve(positions, len(tokens), generating=generating)
     edits, arrays = to_documents(interventions, card, len(tokens), generating=generating)
     random = sampling is not None and sampling["temperature"] > 0 and sampling["seed"] is None
-    return Request(card, tokens, names, wanted, edits, arrays, sampling, uuid.uuid4().hex if random else None)
+    nonce = uuid.uuid4().hex if random else None
+    return Request(card, tokens, names, wanted, edits, arrays | matrices, sampling, nonce)
+
+
+def _end(tokens: Sequence[int], sampling: Mapping[str, Any] | None) -> int:
+    """Positions that have activations, at most: a generation's last token is never fed back."""
+    return len(tokens) + (sampling["max_tokens"] - 1 if sampling else 0)
 
 
 def tokenize(card: ModelCard, tokenizer: Tokenizer | None, prompt: Any) -> list[int]:

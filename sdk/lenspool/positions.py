@@ -106,3 +106,28 @@ def in_phase(ranges: list[OpenRange], phase: str, n_prompt: int, *, field: str =
     if not out:
         raise InvalidJob(field, f"no selected position lies in the phase {phase!r}", '"all", "prompt" or "generated"')
     return out
+
+
+def check_ranges(ranges: Any, field: str, end: int | None, *, may_be_open: bool) -> None:
+    """Check ranges in JSON form: sorted, disjoint ints from 0 to `end`; the last may be open where that is allowed.
+
+    Raises
+    ------
+    InvalidJob
+        Naming the field.
+    """
+    allowed = "sorted, disjoint [start, stop) pairs" + (f" within 0..{end}" if end is not None else "")
+    last = 0
+    if not isinstance(ranges, list) or not ranges:
+        raise InvalidJob(field, "not a list, or empty", allowed)
+    for i, pair in enumerate(ranges):
+        if not isinstance(pair, list) or len(pair) != 2 or type(pair[0]) is not int or pair[0] < last:
+            raise InvalidJob(field, f"got {pair!r}", allowed)
+        start, stop = pair
+        if stop is None:
+            if not may_be_open or i + 1 < len(ranges):
+                raise InvalidJob(field, f"got the open range {pair!r}", allowed)
+            continue
+        if type(stop) is not int or stop <= start or (end is not None and stop > end):
+            raise InvalidJob(field, f"got {pair!r}", allowed)
+        last = stop

@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from lenspool import entries
 from lenspool import hooks as hk
-from lenspool.card import ModelCard
+from lenspool.card import HookInfo, ModelCard
 from lenspool.errors import InvalidJob
+from lenspool.readouts import RESULTS, Readout, from_text
 from lenspool_cache.codec import dtype_of
 
 if TYPE_CHECKING:
@@ -19,8 +21,8 @@ Reader = Callable[[str], np.ndarray]
 """Hook name -> rows `[rows, width]` in position order."""
 
 
-class Capture(Mapping[str, np.ndarray]):
-    """Activations of one prompt: a mapping from hook name to array.
+class Capture(Mapping[str, Any]):
+    """Activations of one prompt: a mapping from hook name to array, and from readouts to what they give.
 
     An array is read from the store, and its checksum verified, at the first access, and kept. Names may be given in
     any spelling that a request accepts (`"resid_post.3"`).
@@ -31,8 +33,11 @@ class Capture(Mapping[str, np.ndarray]):
         The tokens that ran, as ids.
     tokens
         The tokens as text (of a generation: prompt and generated ones); None when the model has no tokenizer.
+    hooks
+        Hooks and readouts by their canonical names.
     positions
-        `[rows]` absolute position of each row, ascending, the same for every hook.
+        `[rows]` absolute position of each row, ascending, the same for every hook and readout, but for `loss`, which
+        leaves out the prompt's last position, and reductions, which have no positions.
     cached
         True when nothing of the answer was computed for this call.
     provenance
@@ -55,27 +60,37 @@ class Capture(Mapping[str, np.ndarray]):
     ) -> None:
         self._card = card
         self._reader = reader
-        self._arrays: dict[str, np.ndarray] = {}
-        self.hooks = hooks
+        self._values: dict[str, Any] = {}
+        self.hooks = list(dict.fromkeys(entries.parse(n).whole.name if entries.is_readout(n) else n for n in hooks))
         self.positions = positions
         self.token_ids = token_ids
         self.tokens = tokens
         self.cached = cached
         self.provenance = provenance
 
-    def _name(self, name: str) -> str:
-        if name in self.hooks:
+    def _name(self, name: str | Readout) -> str:
+        if isinstance(name, str) and name in self.hooks:
             return name
-        for resolved in hk.resolve(name, self._card):
-            if resolved in self.hooks:
-                return resolved
+        readout = name if isinstance(name, Readout) else from_text(name) if entries.is_readout(name) else None
+        found = []
+        for resolved in hk.resolve(readout.hook if readout else name, self._card):  # type: ignore[arg-type]
+            if readout is None:
+                found += [resolved] if resolved in self.hooks else []
+                continue
+            for entry in (entries.parse(n) for n in self.hooks if n.startswith(f"{resolved}|")):
+                found += [entry.name] if readout.matches(entry) else []
+        if readout is not None and len(found) > 1:
+            raise KeyError(f"{readout} has several results: {', '.join(found)}")
+        if found:
+            return found[0]
         raise KeyError(f"{name} was not captured; this result has {', '.join(self.hooks) or 'no hooks'}")
 
-    def __getitem__(self, name: str) -> np.ndarray:
-        """Rows of one hook in the model's dtype (bfloat16 as `ml_dtypes.bfloat16`), read-only.
+    def __getitem__(self, name: str | Readout) -> Any:
+        """Rows of one hook in the model's dtype (bfloat16 as `ml_dtypes.bfloat16`), read-only; or a readout.
 
         The shape is the hook's (`HookInfo.shape`), with the rows in place of `pos`: `[rows, d_model]`,
-        `[rows, head, d_head]`, `[head, rows, k_pos]`.
+        `[rows, head, d_head]`, `[head, rows, k_pos]`. A readout gives an array, `TopK` or `Features`
+        (`lenspool.readouts`); one of several hooks is asked for hook by hook.
 
         Raises
         ------
@@ -85,17 +100,28 @@ class Capture(Mapping[str, np.ndarray]):
             The stored rows do not match their checksum; the same call again computes them anew.
         """
         name = self._name(name)
-        if name not in self._arrays:
-            rows = self._reader(name) if len(self.positions) else self._empty(name)
-            array = self._card.hooks[name].arrange(rows)
-            array.flags.writeable = False
-            self._arrays[name] = array
-        return self._arrays[name]
+        if name not in self._values:
+            self._values[name] = self._open(name)
+        return self._values[name]
 
-    def _empty(self, name: str) -> np.ndarray:
-        """The rows of a selection without rows: the generated positions of a generation of one token."""
-        info = self._card.hooks[name]
-        return np.empty((0, info.width), dtype_of(info.dtype or self._card.dtype))
+    def _open(self, name: str) -> Any:
+        if not entries.is_readout(name):
+            return self._array(name, self._card.hooks[name], empty=len(self.positions) == 0)
+        entry = entries.parse(name)
+        empty = len(self.positions) == 0 and not entry.reduces
+        arrays = {e.part: self._array(e.name, entries.info(e, self._card), empty=empty) for e in entry.stored}
+        if entry.reduces:
+            return arrays[""][0]
+        if entry.op in RESULTS:
+            return RESULTS[entry.op](**arrays)
+        return arrays[""]
+
+    def _array(self, name: str, info: HookInfo, *, empty: bool) -> np.ndarray:
+        """Rows in their shape; none for a selection without rows: the generated positions of one token."""
+        rows = np.empty((0, info.width), dtype_of(info.dtype or self._card.dtype)) if empty else self._reader(name)
+        array = rows[:, 0] if info.shape == ("pos",) else info.arrange(rows)
+        array.flags.writeable = False
+        return array
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.hooks)
@@ -105,12 +131,12 @@ class Capture(Mapping[str, np.ndarray]):
 
     def __contains__(self, name: object) -> bool:
         try:
-            return isinstance(name, str) and bool(self._name(name))
+            return isinstance(name, (str, Readout)) and bool(self._name(name))
         except (KeyError, ValueError, InvalidJob):
             return False
 
-    def torch(self, name: str) -> torch.Tensor:
-        """Rows of one hook as a torch tensor of the model's dtype (a copy)."""
+    def torch(self, name: str | Readout) -> torch.Tensor:
+        """Rows of one hook, or a readout that is one array, as a torch tensor of the same dtype (a copy)."""
         import torch
 
         array = self[name]

@@ -81,7 +81,7 @@ class Client:
         """See `lenspool.Client.put`."""
         return self._loop.run(self._client.put(array))
 
-    def capture(self, prompt: aio.Prompt, hooks: str | Iterable[str], **options: Any) -> Capture:
+    def capture(self, prompt: aio.Prompt, hooks: aio.Hooks, **options: Any) -> Capture:
         """See `lenspool.Client.capture`."""
         return self._loop.run(self._client.capture(prompt, hooks, **options))
 
@@ -89,7 +89,7 @@ class Client:
         """See `lenspool.Client.generate`."""
         return self._loop.run(self._client.generate(prompt, **options))
 
-    def map(self, prompts: Iterable[aio.Prompt], hooks: str | Iterable[str], **options: Any) -> Iterator[Any]:
+    def map(self, prompts: Iterable[aio.Prompt], hooks: aio.Hooks, **options: Any) -> Iterator[Any]:
         """See `lenspool.Client.map`."""
         results = self._client.map(prompts, hooks, **options)
 

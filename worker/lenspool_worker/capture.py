@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import ml_dtypes
 import numpy as np
@@ -22,12 +22,15 @@ class JobRows:
         The first thing that went wrong while the job was planned, edited or copied; the job fails with it.
     bytes
         Bytes held.
+    on_logits
+        What takes the job's logits: called with the position of the first row, and rows `[n, vocabulary]`.
     """
 
     def __init__(self, tag: str) -> None:
         self.tag = tag
         self.error: str | None = None
         self.bytes = 0
+        self.on_logits: Callable[[int, torch.Tensor], None] | None = None
         self._chunks: dict[str, list[tuple[int, torch.Tensor]]] = {}
 
     def fail(self, reason: str) -> None:

@@ -143,7 +143,7 @@ class DerivedHooks(dict[str, Derived]):
                     ends = [stop for _, stop in ranges]
                     whole = (0, None if None in ends else max(stop for stop in ends if stop is not None))
                     wanted.setdefault(derived.prefix_of, []).append(whole)
-        return [(name, _merged(ranges)) for name, ranges in wanted.items()]
+        return [(name, merged(ranges)) for name, ranges in wanted.items()]
 
     def assemble(self, rows: JobRows, name: str, ranges: Iterable[Range], length: int) -> list[tuple[int, np.ndarray]]:
         """Rows of any hook for each range, as `JobRows.assemble` gives them; derived ones are computed.
@@ -165,13 +165,17 @@ class DerivedHooks(dict[str, Derived]):
 
 
 def _tensor(rows: JobRows, name: str, start: int, stop: int) -> torch.Tensor:
-    array = rows.assemble(name, [(start, stop)])[0][1]
+    return to_torch(rows.assemble(name, [(start, stop)])[0][1])
+
+
+def to_torch(array: np.ndarray) -> torch.Tensor:
+    """The inverse of `to_numpy`, on the host."""
     if array.dtype.name == "bfloat16":
         return torch.from_numpy(array.view(np.uint16).copy()).view(torch.bfloat16)
     return torch.from_numpy(array)
 
 
-def _merged(ranges: Iterable[OpenRange]) -> list[OpenRange]:
+def merged(ranges: Iterable[OpenRange]) -> list[OpenRange]:
     """Ranges without overlaps, so that no row is taken twice."""
     out: list[OpenRange] = []
     for start, stop in sorted(ranges, key=lambda r: r[0]):

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from lenspool import entries
 from lenspool.errors import EngineFailed, InvalidJob, LenspoolError, UnknownHook
 from lenspool.hooks import template
 from lenspool_cache import Run, Store
@@ -264,10 +265,10 @@ class Engine:
         sampling = request.sampling or {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True}
         first = min(
             (
-                0 if self._sites[name]["prefix"] else start
+                0 if site["prefix"] else start
                 for group in request.captures
-                for name in group.hooks
-                for start, _ in group.ranges
+                for site, ranges in (self._read(name, group) for name in group.hooks)
+                for start, _ in ranges
             ),
             default=len(request.tokens),
         )
@@ -284,7 +285,12 @@ class Engine:
             # cached positions are not run and yield no rows; the last prompt position is always run
             skip_reading_prefix_cache=first < len(request.tokens) - 1,
             extra_args={
-                SPEC: {"tag": tag, "captures": _wire(request.captures), "interventions": request.interventions}
+                SPEC: {
+                    "tag": tag,
+                    "captures": _wire(request.captures),
+                    "interventions": request.interventions,
+                    "tokens": request.tokens,
+                }
             },
         )
 
@@ -305,7 +311,7 @@ class Engine:
                 raise InvalidJob("prompt", f"token id {token} is outside the vocabulary", f"0..{vocabulary - 1}")
         for group in request.captures:
             for name in group.hooks:
-                self._hook(name, "captures")
+                self._read(name, group)
             self._check_ranges(group.ranges, request, "captures.ranges")
         self._check_computed(request)
         for i, document in enumerate(request.interventions):
@@ -330,9 +336,9 @@ class Engine:
         length = len(request.tokens) + (request.sampling["max_tokens"] - 1 if request.sampling else 0)
         size = 0
         for group in request.captures:
-            rows = rg.count(rg.close(group.ranges, length))
-            for site in (self._sites[name] for name in group.hooks):
-                if site["derived"]:
+            for site, ranges in (self._read(name, group) for name in group.hooks):
+                if site["computed"]:
+                    rows = rg.count(rg.close(ranges, length))
                     width = math.prod(length if dim == 0 else dim for dim in site["dims"])
                     size += rows * width * dtype_of(self.info["dtype"]).itemsize
         if size > _COMPUTED_BYTES:
@@ -341,6 +347,13 @@ class Engine:
                 f"attention patterns, scores and per-head results take {size} bytes",
                 f"at most {_COMPUTED_BYTES} in a job: ask for fewer layers or positions",
             )
+
+    def _read(self, name: str, group: CaptureGroup) -> tuple[dict[str, Any], Sequence[OpenRange]]:
+        """The hook whose rows an entry is made of, and where."""
+        if not entries.is_readout(name):
+            return self._hook(name, "captures"), group.ranges
+        entry = entries.parse(name, "captures")
+        return self._hook(entry.hook, "captures"), entry.reads(group.ranges)
 
     def _hook(self, name: str, field: str) -> dict[str, Any]:
         try:

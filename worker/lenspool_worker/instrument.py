@@ -14,12 +14,14 @@ from typing import Any
 
 import torch
 
+from lenspool.entries import LOGITS
 from lenspool_cache import Store
 from lenspool_cache.ranges import OpenRange
 from lenspool_worker.batch import Tracked, plan_step
 from lenspool_worker.capture import JobRows
 from lenspool_worker.derived import DerivedHooks, group
 from lenspool_worker.edits import from_document
+from lenspool_worker.readouts import Readouts
 from lenspool_worker.taps import Taps
 
 log = logging.getLogger(__name__)
@@ -27,7 +29,6 @@ log = logging.getLogger(__name__)
 SPEC = "lenspool"
 """Key of a request's spec in vLLM's `SamplingParams.extra_args`."""
 
-LOGITS = "unembed.hook_out"
 _LOGIT_ROWS = 128
 _VECTORS = 1024
 
@@ -43,12 +44,21 @@ class Instrument:
         Where the model runs.
     derived
         Hooks that are computed from others when a job ends.
+    readouts
+        What is read from rows that are then dropped.
     """
 
-    def __init__(self, taps: Taps, device: torch.device, derived: DerivedHooks | None = None) -> None:
+    def __init__(
+        self,
+        taps: Taps,
+        device: torch.device,
+        derived: DerivedHooks | None = None,
+        readouts: Readouts | None = None,
+    ) -> None:
         self._taps = taps
         self._device = device
         self.derived = derived if derived is not None else DerivedHooks()
+        self.readouts = readouts if readouts is not None else Readouts(self.derived, {}, None, None, device)
         self._sites = {name: number for number, name in enumerate(taps.names)}
         self._tracked: dict[str, Tracked] = {}  # by vLLM's request id
         self._jobs: dict[str, JobRows] = {}  # by tag, until the verdict
@@ -82,7 +92,8 @@ class Instrument:
         edits = []
         try:
             asked = [(names, [(a, b) for a, b in ranges]) for names, ranges in spec["captures"]]
-            captures = group(self.derived.sources(asked), self._sites)
+            captures = group(self.readouts.sources(asked), self._sites)
+            rows.on_logits = self.readouts.logit_reader(rows, asked, spec.get("tokens", ()))
             for document in spec["interventions"]:
                 ranges = [(a, b) for a, b in document["ranges"]]
                 edits.append((self._sites[document["hook"]], from_document(document, self._vector), ranges))
@@ -90,6 +101,10 @@ class Instrument:
             log.exception("job %s cannot be set up", tag)
             rows.fail(f"{type(error).__name__}: {error}")
         self._tracked[request_id] = Tracked(rows, captures, edits)
+
+    def connect(self, store: Store) -> None:
+        """Say where arrays of jobs come from."""
+        self.store = self.readouts.matrices.store = store
 
     def _vector(self, digest: str) -> torch.Tensor:
         """An intervention's array on the device."""
@@ -129,8 +144,9 @@ class Instrument:
             try:
                 for at in range(piece.start, piece.stop, _LOGIT_ROWS):
                     stop = min(at + _LOGIT_ROWS, piece.stop)
-                    logits = model.compute_logits(hidden[at:stop])
-                    piece.job.add(LOGITS, piece.position + at - piece.start, logits)
+                    assert piece.job.on_logits is not None
+                    with torch.inference_mode():
+                        piece.job.on_logits(piece.position + at - piece.start, model.compute_logits(hidden[at:stop]))
             except Exception as error:
                 log.exception("logits failed")
                 piece.job.fail(f"{LOGITS}: {error}")

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import numpy as np
 import redis.asyncio
 
-from lenspool import keys
+from lenspool import entries, keys
 from lenspool.access import parse_generation
 from lenspool.card import ModelCard
 from lenspool.checks import check
@@ -44,6 +45,7 @@ class JobRunner:
         self._store = store
         self._card = card
         self._redis = connection
+        self._shapes: dict[str, tuple[int, ...]] = {}
 
     async def __call__(self, document: dict[str, Any], job_id: str) -> dict[str, Any]:
         """Run one job.
@@ -63,7 +65,7 @@ class JobRunner:
         if document["kind"] == "fetch":
             return await self._fetch(document, job_id)
         run = run_of(document, self._card.context)
-        await self._arrays(document["interventions"])
+        await self._arrays(document)
         wanted: Wanted = {
             name: [(start, stop) for start, stop in group["ranges"]]
             for group in document["captures"]
@@ -117,13 +119,20 @@ class JobRunner:
         gaps = {name: rg.subtract(ranges, there.get(name, [])) for name, ranges in wanted.items()}  # type: ignore[arg-type]
         return {name: list(gap) for name, gap in gaps.items() if gap}
 
-    async def _arrays(self, interventions: list[dict[str, Any]]) -> None:
-        """See to it that the store has every array that the job names, and that each fits its hook."""
-        for i, item in enumerate(interventions):
-            value = item.get("value")
-            if not isinstance(value, dict):
-                continue
-            digest, field = value["array"], f"interventions[{i}].value"
+    async def _arrays(self, document: dict[str, Any]) -> None:
+        """See to it that the store has every array that the job names, and that those of readouts fit their hooks."""
+        needed = {
+            item["value"]["array"]: f"interventions[{i}].value"
+            for i, item in enumerate(document["interventions"])
+            if isinstance(item.get("value"), dict)
+        }
+        shapes: dict[str, tuple[int, ...]] = {}
+        for name in (name for group in document["captures"] for name in group["hooks"] if entries.is_readout(name)):
+            entry = entries.parse(name)
+            wanted = entry.shapes(entries.width_read(entry, self._card))
+            needed |= {digest: f"{entry.op}.{argument}" for argument, digest in entry.arrays.items()}
+            shapes |= {digest: wanted[argument] for argument, digest in entry.arrays.items()}
+        for digest, field in needed.items():
             if not self._store.has_array(digest):
                 data = await self._redis.get(keys.array(digest))
                 if data is None:
@@ -134,6 +143,14 @@ class JobRunner:
                 if array_digest(array) != digest:
                     raise InvalidJob(field, f"the array sent as {digest[:16]} has other contents")
                 await asyncio.to_thread(self._store.put_array, array)
+        for digest, shape in shapes.items():
+            if digest not in self._shapes:
+                array = await asyncio.to_thread(self._store.get_array, digest)
+                if array.dtype != np.float32 or not np.isfinite(array).all():
+                    raise InvalidJob(needed[digest], f"is {array.dtype}, or not finite", "finite float32 numbers")
+                self._shapes[digest] = array.shape
+            if self._shapes[digest] != shape:
+                raise InvalidJob(needed[digest], f"has shape {self._shapes[digest]}", f"{shape}")
 
     async def _fetch(self, document: dict[str, Any], job_id: str) -> dict[str, Any]:
         """Leave stored rows in Redis as HDF5 bytes."""

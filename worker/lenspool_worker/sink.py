@@ -92,16 +92,12 @@ class Sink:
         for names, ranges in verdict["captures"]:
             for name in names:
                 wanted.setdefault(name, []).extend((a, b) for a, b in ranges)
-        entries: dict[str, list[tuple[int, np.ndarray]]] = {}
-        count = 0
-        for name, ranges in wanted.items():
-            closed = rg.close(ranges, verdict["length"])
-            try:
-                entries[name] = self._instrument.derived.assemble(rows, name, closed, verdict["length"])
-            except LookupError as error:
-                raise EngineFailed(f"rows are missing: {error.args[0]}") from error
-            count += rg.count(closed)
+        closed = {name: rg.close(ranges, verdict["length"]) for name, ranges in wanted.items()}
+        try:
+            entries = self._instrument.readouts.assemble(rows, closed, verdict["length"])
+        except LookupError as error:
+            raise EngineFailed(f"rows are missing: {error.args[0]}") from error
         for name, document in verdict.get("entries", {}).items():
             entries[name] = [(0, np.frombuffer(json.dumps(document).encode(), dtype=np.uint8)[:, None])]
         self.written += self._store.put(Run(verdict["run"]), {k: v for k, v in entries.items() if v})
-        return count
+        return sum(map(rg.count, closed.values()))

@@ -11,6 +11,7 @@ from vllm.platforms import current_platform
 from lenspool_cache import Store
 from lenspool_worker.families import Installation, UnsupportedModel, install
 from lenspool_worker.instrument import Instrument
+from lenspool_worker.readouts import Readouts
 from lenspool_worker.runner import attach
 from lenspool_worker.sink import Sink
 from lenspool_worker.taps import TAPS
@@ -32,14 +33,15 @@ class LensWorker(Worker):
     def load_model(self, *args: Any, **options: Any) -> None:
         """Load the weights, and install the taps."""
         super().load_model(*args, **options)
+        model = self.model_runner.get_model()
         try:
-            self._installed = install(
-                self.model_runner.get_model(), TAPS, self.vllm_config.parallel_config.tensor_parallel_size
-            )
+            self._installed = install(model, TAPS, self.vllm_config.parallel_config.tensor_parallel_size)
         except UnsupportedModel as error:
             self._refusal = str(error)
             return
-        self._instrument = Instrument(TAPS, self.device, self._installed.derived)
+        widths = {site.name: site.width for site in self._installed.sites}
+        readouts = Readouts(self._installed.derived, widths, model, self._installed.final_norm, self.device)
+        self._instrument = Instrument(TAPS, self.device, self._installed.derived, readouts)
         attach(self.model_runner, self._instrument)
 
     # -- called by the parent; small JSON only
@@ -59,10 +61,11 @@ class LensWorker(Worker):
     def lenspool_connect(self, socket_path: str, store_path: str) -> None:
         """Open the store, and the way on which the parent's verdicts come."""
         assert self._instrument is not None
-        self._instrument.store = Store(store_path)
+        store = Store(store_path)
+        self._instrument.connect(store)
         # The parent closes the socket only when it has ended. vLLM's processes would not notice, and live for ever;
         # they end when this one does.
-        self._sink = Sink(socket_path, self._instrument, self._instrument.store, lambda: os._exit(1))
+        self._sink = Sink(socket_path, self._instrument, store, lambda: os._exit(1))
 
     def lenspool_stats(self) -> dict[str, int]:
         """Counters of this process; runs no step."""

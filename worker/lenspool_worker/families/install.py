@@ -54,12 +54,15 @@ class Installation:
     ----------
     refusals
         Hook, `{layer}` in place of its layer -> why some or all layers do not serve it.
+    final_norm
+        The norm in front of the unembedding.
     """
 
     family: Family
     sites: list[Site] = field(default_factory=list)
     refusals: dict[str, str] = field(default_factory=dict)
     derived: DerivedHooks = field(default_factory=DerivedHooks)
+    final_norm: nn.Module | None = None
 
 
 class UnsupportedModel(Exception):
@@ -104,7 +107,7 @@ class _Installer:
         self._width = int(config.hidden_size)
         self._block = ""
         self._streams: dict[str, int] = {}
-        self._out = Installation(family, refusals=dict(family.refusals))
+        self._out = Installation(family, refusals=dict(family.refusals), final_norm=decoder.final_norm)
 
     def run(self) -> Installation:
         decoder = self._decoder

@@ -1,0 +1,225 @@
+"""Readouts of a job in vLLM's worker process: of logits in each step, of other rows when the job ends.
+
+So that only what was read reaches the store, and a job that reads logits holds a chunk of them at most.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from lenspool import entries
+from lenspool.entries import LOGITS, Entry
+from lenspool_cache import Store
+from lenspool_cache import ranges as rg
+from lenspool_cache.ranges import OpenRange, Range
+from lenspool_worker.capture import JobRows, to_numpy
+from lenspool_worker.derived import DerivedHooks, merged, to_torch
+from lenspool_worker.readout_math import read
+
+_CHUNK_BYTES = 64 * 2**20
+_ARRAY_BYTES = 2 * 2**30
+
+Captures = Sequence[tuple[Sequence[str], list[OpenRange]]]
+Rows = list[tuple[int, np.ndarray]]
+
+
+class Matrices:
+    """Arrays of readouts on the model's device, the last used of them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._arrays: OrderedDict[str, torch.Tensor] = OrderedDict()
+        self._lock = threading.Lock()
+        self.store: Store | None = None
+
+    def __call__(self, digest: str) -> torch.Tensor:
+        """A float32 array by its digest."""
+        with self._lock:
+            array = self._arrays.pop(digest, None)
+            if array is None:
+                if self.store is None:
+                    raise RuntimeError("no store is connected")
+                array = torch.from_numpy(self.store.get_array(digest)).to(self._device)
+            self._arrays[digest] = array
+            while len(self._arrays) > 1 and sum(a.nbytes for a in self._arrays.values()) > _ARRAY_BYTES:
+                self._arrays.popitem(last=False)
+            return array
+
+
+class LogitReader:
+    """What a job makes of its logits, chunk by chunk.
+
+    Parameters
+    ----------
+    rows
+        Where it goes.
+    plain
+        Positions at which the logits themselves are wanted.
+    readings
+        Readouts and their positions.
+    tokens
+        The prompt, for `loss`.
+    """
+
+    def __init__(
+        self,
+        rows: JobRows,
+        plain: list[OpenRange],
+        readings: Sequence[tuple[Entry, list[OpenRange]]],
+        tokens: Sequence[int],
+        matrices: Matrices,
+    ) -> None:
+        self._rows = rows
+        self._plain = plain
+        self._readings = readings
+        self._tokens = tokens
+        self._matrices = matrices
+
+    def __call__(self, position: int, logits: torch.Tensor) -> None:
+        """Take logits `[n, vocabulary]` that begin at a position."""
+        for start, part in _parts(self._plain, position, logits):
+            # a part of a chunk would keep all of it
+            self._rows.add(LOGITS, start, part if len(part) == len(logits) else part.clone())
+        for entry, ranges in self._readings:
+            for start, part in _parts(ranges, position, logits):
+                following = None
+                if entry.op == "loss":
+                    following = torch.tensor(self._tokens[start + 1 : start + 1 + len(part)])
+                for stored, value in read(entry, part, self._matrices, following).items():
+                    self._rows.add(_stored(entry, stored), start, value.reshape(len(part), -1))
+
+
+class Readouts:
+    """The readouts of one process.
+
+    Parameters
+    ----------
+    derived
+        Hooks that are computed from others.
+    widths
+        Of each hook that is served.
+    model, final_norm
+        vLLM's model, for its unembedding, and the norm in front of that.
+    """
+
+    def __init__(
+        self, derived: DerivedHooks, widths: Mapping[str, int], model: Any, final_norm: Any, device: torch.device
+    ) -> None:
+        self._derived = derived
+        self._widths = widths
+        self._model = model
+        self._final_norm = final_norm
+        self._device = device
+        self.matrices = Matrices(device)
+
+    def sources(self, captures: Captures) -> list[tuple[str, list[OpenRange]]]:
+        """What has to be captured for what is asked for: each hook that has a tap, with its ranges."""
+        asked: list[tuple[list[str], list[OpenRange]]] = []
+        for names, ranges in captures:
+            for name in names:
+                if entries.is_readout(name):
+                    entry = entries.parse(name)
+                    asked.append(([entry.hook], entry.reads(ranges)))
+                else:
+                    asked.append(([name], ranges))
+        return self._derived.sources(asked)
+
+    def logit_reader(self, rows: JobRows, captures: Captures, tokens: Sequence[int]) -> LogitReader:
+        """What a job makes of logits."""
+        plain: list[OpenRange] = []
+        readings: dict[Entry, list[OpenRange]] = {}
+        for names, ranges in captures:
+            for name in names:
+                if not entries.is_readout(name):
+                    plain += ranges if name == LOGITS else []
+                    continue
+                entry = entries.parse(name).whole
+                if entry.from_logits:
+                    readings.setdefault(entry, []).extend(ranges)
+                elif entry.hook == LOGITS:
+                    plain += entry.reads(ranges)
+        items = [(entry, merged(ranges)) for entry, ranges in readings.items()]
+        return LogitReader(rows, merged(plain), items, tokens, self.matrices)
+
+    def assemble(self, rows: JobRows, wanted: Mapping[str, Sequence[Range]], length: int) -> dict[str, Rows]:
+        """Rows of hooks and of readouts' entries for each of their ranges, at the end of a job.
+
+        Raises
+        ------
+        LookupError
+            A position was never captured.
+        """
+        out: dict[str, Rows] = {}
+        for name, ranges in wanted.items():
+            if name in out:
+                continue
+            if not entries.is_readout(name):
+                out[name] = self._derived.assemble(rows, name, ranges, length)
+                continue
+            entry = entries.parse(name).whole
+            if entry.from_logits:
+                out[name] = rows.assemble(name, ranges)
+            elif entry.reduces:
+                out[name] = [(0, self._reduce(rows, entry, length))]
+            else:
+                parts = self._read(rows, entry, ranges, length)
+                # all arrays of a readout at once, where they are wanted at the same positions
+                out |= {n: part for n, part in parts.items() if n == name or wanted.get(n) == ranges}
+        return out
+
+    def _read(self, rows: JobRows, entry: Entry, ranges: Sequence[Range], length: int) -> dict[str, Rows]:
+        out: dict[str, Rows] = {stored.name: [] for stored in entry.stored}
+        for start, array in self._derived.assemble(rows, entry.hook, ranges, length):
+            chunks: dict[str, list[np.ndarray]] = {name: [] for name in out}
+            for chunk in to_torch(array).split(self._rows_at_once(entry, array.shape[1])):
+                with torch.inference_mode():
+                    x = chunk.to(self._device)
+                    found = read(entry, self._lens(x) if entry.lens else x, self.matrices, None)
+                for part, value in found.items():
+                    chunks[_stored(entry, part)].append(to_numpy(value.reshape(len(chunk), -1)))
+            for name, arrays in chunks.items():
+                out[name].append((start, np.concatenate(arrays)))
+        return out
+
+    def _rows_at_once(self, entry: Entry, width: int) -> int:
+        if entry.lens:
+            width = self._widths[LOGITS]
+        elif entry.op == "sae":
+            width = max(width, entry.args[2])
+        return max(1, _CHUNK_BYTES // (4 * width))
+
+    def _lens(self, stream: torch.Tensor) -> torch.Tensor:
+        """Logits of rows of the residual stream; modules are not called as such, which would run their taps."""
+        normed = self._final_norm.forward(stream)
+        logits: torch.Tensor = self._model.compute_logits(normed[0] if isinstance(normed, tuple) else normed)
+        return logits
+
+    def _reduce(self, rows: JobRows, entry: Entry, length: int) -> np.ndarray:
+        """One row `[1, width]` over the entry's own ranges; NaN without positions."""
+        ranges = rg.close(entry.args[0], length)
+        if not ranges:
+            return np.full((1, self._widths[entry.hook]), np.nan, np.float32)
+        arrays = [array.astype(np.float32) for _, array in self._derived.assemble(rows, entry.hook, ranges, length)]
+        if entry.op == "max":
+            return np.max([array.max(0) for array in arrays], axis=0)[None]
+        total = np.sum([array.sum(0, dtype=np.float64) for array in arrays], axis=0)
+        return (total / rg.count(ranges)).astype(np.float32)[None]
+
+
+def _stored(entry: Entry, part: str) -> str:
+    return f"{entry.name}.{part}" if part else entry.name
+
+
+def _parts(ranges: Iterable[OpenRange], position: int, rows: torch.Tensor) -> Iterable[tuple[int, torch.Tensor]]:
+    """The pieces of rows that lie in ranges, with their positions."""
+    end = position + len(rows)
+    for start, stop in ranges:
+        low, high = max(start, position), end if stop is None else min(stop, end)
+        if low < high:
+            yield low, rows[low - position : high - position]
