@@ -12,7 +12,7 @@ DEVICE ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
 export HF_HUB_OFFLINE ?= 1
 export VLLM_NO_USAGE_STATS ?= 1
 
-.PHONY: install demo test lint format bench clean
+.PHONY: install demo test parity lint format bench clean
 
 install: $(STAMP)
 
@@ -43,6 +43,11 @@ test: lint
 
 bench: install
 	$(PY) benchmarks/capture.py
+
+# Every family and hook against transformers, into docs/parity.md; docs/hooks.md from the vocabulary.
+parity: install
+	OMP_NUM_THREADS=1 $(PY) -m tests.families.parity --report docs/parity.md
+	$(PY) -m lenspool_worker.families.docs docs/hooks.md
 
 format: install
 	$(PY) -m ruff check --fix .

@@ -1,4 +1,4 @@
-"""Hooks that are computed when a job ends, from rows that were captured for it: attention patterns, per-head results.
+"""Hooks that are computed when a job ends, from rows that were captured for it: attention scores and patterns.
 
 An attention kernel never has the pattern as a tensor; it is computed here from the queries and keys that the kernel
 took in the same run, with its own scale, mask and sinks.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -19,30 +18,14 @@ from lenspool_worker.capture import JobRows, to_numpy
 _CHUNK_BYTES = 64 * 2**20
 
 
-class Derived(Protocol):
-    """A hook computed from others."""
-
-    @property
-    def rows_of(self) -> str:
-        """Hook whose rows are needed where this one's are wanted."""
-        ...
-
-    @property
-    def prefix_of(self) -> str | None:
-        """Hook whose rows are needed at all positions up to there; None for no such."""
-        ...
-
-    def compute(self, rows: torch.Tensor, prefix: torch.Tensor | None, start: int, length: int) -> torch.Tensor:
-        """Rows `[n, width]` at the positions from `start` on, in a run of `length` positions."""
-        ...
-
-
 @dataclass(frozen=True)
 class Pattern:
     """Attention scores or probabilities of a layer; a row belongs to a query position, `[head * k_pos]`.
 
     Attributes
     ----------
+    rows_of, prefix_of
+        Hooks with the queries, and with the keys, which are needed at all positions up to a query's.
     scale, soft_cap, window, sinks
         The kernel's. `window` is the number of keys that a query sees, itself included; None for all. `sinks` has a
         score per head that takes part in the softmax.
@@ -60,9 +43,10 @@ class Pattern:
     sinks: torch.Tensor | None
     scores: bool
 
-    def compute(self, rows: torch.Tensor, prefix: torch.Tensor | None, start: int, length: int) -> torch.Tensor:
-        """Queries `[n, head * d_head]` and keys `[start + n, kv_head * d_head]` give `[n, head * length]`."""
-        assert prefix is not None
+    def compute(self, rows: torch.Tensor, prefix: torch.Tensor, start: int, length: int) -> torch.Tensor:
+        """Queries `[n, head * d_head]` at the positions from `start` on, and keys `[start + n, kv_head * d_head]`, give
+        `[n, head * length]` in a run of `length` positions.
+        """
         out = torch.empty((len(rows), self.heads, length), dtype=rows.dtype)
         step = max(1, _CHUNK_BYTES // (4 * self.heads * length))
         keys = prefix.float().view(len(prefix), self.kv_heads, -1).transpose(0, 1)  # [kv_head, k_pos, d_head]
@@ -94,36 +78,7 @@ class Pattern:
         return torch.nn.functional.pad(torch.cat([scores, sinks], -1).softmax(-1)[..., :-1], (0, rest))
 
 
-@dataclass(frozen=True)
-class Result:
-    """What each head adds to the attention output: its part of z through the output projection, without bias.
-
-    Attributes
-    ----------
-    projection
-        vLLM's linear layer; it is applied to z with all other heads at zero, as its weights may be in a packed form.
-    """
-
-    rows_of: str
-    heads: int
-    projection: Any
-    device: torch.device
-    prefix_of: None = None
-
-    def compute(self, rows: torch.Tensor, prefix: torch.Tensor | None, start: int, length: int) -> torch.Tensor:
-        """Z `[n, head * d_head]` gives `[n, head * d_model]`."""
-        z = rows.to(self.device).view(len(rows), self.heads, -1)
-        parts = []
-        with torch.inference_mode():
-            for head in range(self.heads):
-                alone = torch.zeros_like(z)
-                alone[:, head] = z[:, head]
-                # not called as a module, which would run its taps
-                parts.append(self.projection.quant_method.apply(self.projection, alone.flatten(1), None))
-        return torch.stack(parts, 1).flatten(1).cpu()
-
-
-class DerivedHooks(dict[str, Derived]):
+class DerivedHooks(dict[str, Pattern]):
     """The derived hooks of a model, by name."""
 
     def sources(self, captures: Iterable[tuple[Iterable[str], list[OpenRange]]]) -> list[tuple[str, list[OpenRange]]]:
@@ -139,10 +94,9 @@ class DerivedHooks(dict[str, Derived]):
                     wanted.setdefault(name, []).extend(ranges)
                     continue
                 wanted.setdefault(derived.rows_of, []).extend(ranges)
-                if derived.prefix_of is not None:
-                    ends = [stop for _, stop in ranges]
-                    whole = (0, None if None in ends else max(stop for stop in ends if stop is not None))
-                    wanted.setdefault(derived.prefix_of, []).append(whole)
+                ends = [stop for _, stop in ranges]
+                whole = (0, None if None in ends else max(stop for stop in ends if stop is not None))
+                wanted.setdefault(derived.prefix_of, []).append(whole)
         return [(name, merged(ranges)) for name, ranges in wanted.items()]
 
     def assemble(self, rows: JobRows, name: str, ranges: Iterable[Range], length: int) -> list[tuple[int, np.ndarray]]:
@@ -159,7 +113,7 @@ class DerivedHooks(dict[str, Derived]):
         out = []
         for start, stop in ranges:
             own = _tensor(rows, derived.rows_of, start, stop)
-            prefix = _tensor(rows, derived.prefix_of, 0, stop) if derived.prefix_of is not None else None
+            prefix = _tensor(rows, derived.prefix_of, 0, stop)
             out.append((start, to_numpy(derived.compute(own, prefix, start, length))))
         return out
 

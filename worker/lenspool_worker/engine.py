@@ -289,7 +289,7 @@ class Engine:
                     "tag": tag,
                     "captures": _wire(request.captures),
                     "interventions": request.interventions,
-                    "tokens": request.tokens,
+                    "tokens": request.tokens if _needs_tokens(request.captures) else [],
                 }
             },
         )
@@ -382,6 +382,12 @@ class Engine:
 
 def _wire(captures: Sequence[CaptureGroup]) -> list[Any]:
     return [[list(group.hooks), [list(r) for r in group.ranges]] for group in captures]
+
+
+def _needs_tokens(captures: Sequence[CaptureGroup]) -> bool:
+    """Whether a readout is about the tokens themselves; they would travel once more."""
+    names = (name for group in captures for name in group.hooks if entries.is_readout(name))
+    return any(entries.parse(name).op == "loss" for name in names)
 
 
 def _generation(output: Any, has_text: bool) -> dict[str, Any]:

@@ -84,7 +84,10 @@ class Sink:
             if name in derived:
                 computed[name] = derived.assemble(rows, name, [(0, length)], length)[0][1]
         found = examine(rows, verdict["hooks"], length, verdict["tolerance"], computed)
-        suspects = {name: problem.text for problem in reversed(found) for name in problem.hooks}
+        suspects: dict[str, str] = {}
+        for problem in found:
+            for name in problem.hooks:
+                suspects.setdefault(name, problem.text)
         return {"problems": [problem.text for problem in found], "suspects": suspects}
 
     def _commit(self, rows: JobRows, verdict: Mapping[str, Any]) -> int:

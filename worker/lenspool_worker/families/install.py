@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from lenspool.vocabulary import BY_NAME, HOOK_POINTS
-from lenspool_worker.derived import DerivedHooks, Pattern, Result
+from lenspool_worker.derived import DerivedHooks, Pattern
 from lenspool_worker.families import hooking
+from lenspool_worker.families.heads import HeadResults
 from lenspool_worker.families.norms import norm_of
 from lenspool_worker.families.structure import Block, Decoder, find
 from lenspool_worker.families.table import Family, family_of
@@ -30,8 +31,8 @@ class Site:
 
     Attributes
     ----------
-    derived
-        Computed when a job ends, from other hooks' rows.
+    computed
+        Larger than any tensor of the model, and computed on request only: its bytes are bounded.
     prefix
         Its rows need the model to run over all earlier positions.
     """
@@ -42,7 +43,7 @@ class Site:
     shape: tuple[str, ...]
     dims: tuple[int, ...]
     dtype: str | None = None
-    derived: bool = False
+    computed: bool = False
     prefix: bool = False
 
 
@@ -90,20 +91,16 @@ def install(model: nn.Module, taps: Taps, processes: int = 1) -> Installation:
     except (LookupError, AttributeError) as error:
         raise UnsupportedModel(f"{type(model).__name__}: {error}") from error
     family = family_of(model, decoder.layer_parameters)
-    device = next(model.parameters()).device
-    return _Installer(config, decoder, family, taps, processes, device).run()
+    return _Installer(config, decoder, family, taps, processes).run()
 
 
 class _Installer:
-    def __init__(
-        self, config: Any, decoder: Decoder, family: Family, taps: Taps, processes: int, device: torch.device
-    ) -> None:
+    def __init__(self, config: Any, decoder: Decoder, family: Family, taps: Taps, processes: int) -> None:
         self._config = config
         self._decoder = decoder
         self._family = family
         self._taps = taps
         self._processes = processes
-        self._device = device
         self._width = int(config.hidden_size)
         self._block = ""
         self._streams: dict[str, int] = {}
@@ -244,13 +241,13 @@ class _Installer:
                 self._refuse(name, "the output projection is not under a known name")
             return
         _keep_bias(block.output)
-        hooking.before(block.output, self._site("attn.hook_z", heads, d_head))
+        z = self._site("attn.hook_z", heads, d_head)
+        hooking.before(block.output, z)
         if type(getattr(block.output, "quant_method", None)).__name__ != "UnquantizedLinearMethod":
             self._refuse("attn.hook_result", "the output projection is quantized")
             return
-        self._serve("attn.hook_result", (heads, self._width), derived=True)
-        z = f"{self._block}attn.hook_z"
-        self._out.derived[f"{self._block}attn.hook_result"] = Result(z, heads, block.output, self._device)
+        compute = HeadResults(heads, block.output).rows
+        self._reading("attn.hook_result", z, compute, (heads, self._width), computed=True)
 
     def _projections(self, block: Block, heads: int, kv_heads: int, d_head: int) -> None:
         shapes = {"attn.hook_q": heads, "attn.hook_k": kv_heads, "attn.hook_v": kv_heads}
@@ -285,7 +282,7 @@ class _Installer:
             return
         heads = int(kernel.num_heads)
         for name in names:
-            self._serve(name, (heads, 0), derived=True, prefix=True)
+            self._serve(name, (heads, 0), computed=True, prefix=True)
             self._out.derived[self._block + name] = Pattern(
                 rows_of=query,
                 prefix_of=key,
@@ -346,16 +343,24 @@ class _Installer:
         compute: Callable[[torch.Tensor], torch.Tensor],
         dims: tuple[int, ...],
         dtype: str | None = None,
+        *,
+        computed: bool = False,
     ) -> None:
-        self._serve(name, dims, dtype=dtype)
+        self._serve(name, dims, dtype=dtype, computed=computed)
         self._taps.reading(self._block + name, base, compute)
 
     def _serve(
-        self, name: str, dims: tuple[int, ...], dtype: str | None = None, *, derived: bool = False, prefix: bool = False
+        self,
+        name: str,
+        dims: tuple[int, ...],
+        dtype: str | None = None,
+        *,
+        computed: bool = False,
+        prefix: bool = False,
     ) -> None:
         full = self._block + name
         point = BY_NAME[_form(full)]
-        self._out.sites.append(Site(full, prod(dims), point.editable, point.shape, dims, dtype, derived, prefix))
+        self._out.sites.append(Site(full, prod(dims), point.editable, point.shape, dims, dtype, computed, prefix))
 
     def _refuse(self, name: str, reason: str) -> None:
         self._out.refusals.setdefault(_form(self._block + name), reason)
