@@ -6,6 +6,7 @@
 (8, 576)
 """
 
+from lenspool import readouts
 from lenspool.card import HookInfo, ModelCard
 from lenspool.client import Client
 from lenspool.errors import (
@@ -54,6 +55,7 @@ __all__ = [
     "WorkerLost",
     "add",
     "connect_local",
+    "readouts",
     "scale",
     "set_",
     "zero",

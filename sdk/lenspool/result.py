@@ -123,6 +123,15 @@ class Capture(Mapping[str, Any]):
         array.flags.writeable = False
         return array
 
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Everything as arrays by name, for files: a readout of several arrays as `<readout>.indices`, ..."""
+        out: dict[str, np.ndarray] = {}
+        for name in self.hooks:
+            value = self[name]
+            parts = {"": value} if isinstance(value, np.ndarray) else vars(value)
+            out |= {f"{name}.{part}" if part else name: array for part, array in parts.items()}
+        return out
+
     def __iter__(self) -> Iterator[str]:
         return iter(self.hooks)
 

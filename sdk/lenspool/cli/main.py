@@ -119,7 +119,7 @@ def status(redis: Redis = None, as_json: Json = False) -> None:
 @app.command()
 def capture(
     prompt: str,
-    hook: Annotated[list[str], typer.Argument(help="Hook names, short forms or globs.")],
+    hook: Annotated[list[str], typer.Argument(help="Hook names, short forms, globs or readouts.")],
     positions: Positions = "all",
     out: Annotated[Path | None, typer.Option(help="Write the arrays (as float32) to this .npz file.")] = None,
     redis: Redis = None,
@@ -131,7 +131,7 @@ def capture(
 
     async def work(client: Client) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         result = await client.capture(prompt, hook, positions=where)
-        arrays = {name: result[name] for name in result}
+        arrays = result.arrays()
         rows = [{"hook": name, "shape": list(a.shape), "mean_norm": _mean_norm(a)} for name, a in arrays.items()]
         return {"tokens": result.tokens, "cached": result.cached, "hooks": rows}, arrays
 
