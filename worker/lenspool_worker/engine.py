@@ -337,7 +337,7 @@ class Engine:
         size = 0
         for group in request.captures:
             for site, ranges in (self._read(name, group) for name in group.hooks):
-                if site["derived"]:
+                if site["computed"]:
                     rows = rg.count(rg.close(ranges, length))
                     width = math.prod(length if dim == 0 else dim for dim in site["dims"])
                     size += rows * width * dtype_of(self.info["dtype"]).itemsize
