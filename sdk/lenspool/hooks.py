@@ -119,7 +119,7 @@ def _refusal(pattern: str, name: str, table: dict[str, str], card: ModelCard, fi
     """The error for a name that the card does not have: out of layers, known but not served, or unknown."""
     layer = _LAYER.search(name)
     form = ALIASES.get(template(name), template(name))
-    if layer and form in {template(n) for n in card.hooks}:
+    if layer and int(layer.group()) not in range(card.n_layers) and form in VOCABULARY:
         return UnsupportedHook(pattern, f"{card.name} has {card.n_layers} layers (0..{card.n_layers - 1})", field=field)
     known = any(fnmatchcase(v.replace("{layer}", "0"), name) for v in (*VOCABULARY, *ALIASES)) or form in VOCABULARY
     if known:

@@ -51,9 +51,11 @@ def report(found: Mapping[str, Mapping[str, Any]]) -> str:
         reasons: dict[str, list[str]] = {}
         for point in HOOK_POINTS:
             if point.name in result["refusals"] and "the name means" not in result["refusals"][point.name]:
-                reasons.setdefault(result["refusals"][point.name], []).append(point.name.replace("blocks.{layer}.", ""))
+                some = " (in some layers)" if point.name in result["errors"] else ""
+                hook = f"`{point.name.replace('blocks.{layer}.', '')}`{some}"
+                reasons.setdefault(result["refusals"][point.name], []).append(hook)
         for reason, hooks in reasons.items():
-            lines.append(f"| {name} | {', '.join(f'`{hook}`' for hook in hooks)} | {reason} |")
+            lines.append(f"| {name} | {', '.join(hooks)} | {reason} |")
     for name, result in found.items():
         if "error" in result:
             lines += ["", f"{name} did not run:", "", "```", result["error"].strip(), "```"]

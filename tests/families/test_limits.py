@@ -1,0 +1,40 @@
+"""Hooks that grow with the square of the prompt are refused by their bytes, before anything runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lenspool import InvalidJob
+from lenspool_cache import Run, Store
+from lenspool_worker.derived import DerivedHooks, Pattern
+from lenspool_worker.engine import CaptureGroup, Engine, EngineRequest
+
+HEADS, LENGTH = 32, 4096
+PATTERN = "blocks.0.attn.hook_pattern"
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Engine:
+    """Not started: it knows what it serves, as after a start, and checks requests."""
+    engine = Engine("model", Store(tmp_path))
+    engine.info = {"vocab_size": 10, "max_model_len": 8192, "dtype": "float32"}
+    engine._sites = {PATTERN: {"dims": (HEADS, 0), "width": 0, "computed": True, "prefix": True, "editable": False}}
+    return engine
+
+
+def request(rows: tuple[int, int]) -> EngineRequest:
+    return EngineRequest("job", [1] * LENGTH, (CaptureGroup((PATTERN,), (rows,)),), [], None, Run({}))
+
+
+def test_a_pattern_that_is_too_large_is_refused_with_its_bytes(engine: Engine) -> None:
+    with pytest.raises(InvalidJob, match=str(LENGTH * HEADS * LENGTH * 4)):
+        engine._check_request(request((0, LENGTH)))
+    engine._check_request(request((LENGTH - 16, LENGTH)))
+
+
+def test_a_pattern_needs_all_earlier_keys() -> None:
+    derived = DerivedHooks({PATTERN: Pattern("q", "k", 1, 1, 1.0, None, None, None, scores=False)})
+    assert derived.sources([([PATTERN, "q"], [(3, 5)]), (["k"], [(4, 9)])]) == [("q", [(3, 5)]), ("k", [(0, 9)])]
+    assert derived.sources([([PATTERN], [(3, None)])]) == [("q", [(3, None)]), ("k", [(0, None)])]
