@@ -105,9 +105,9 @@ class Entry:
         return OPS[self.op].reduces
 
     @property
-    def from_logits(self) -> bool:
-        """Whether it is computed from each step's logits, which are then dropped."""
-        return self.hook == LOGITS and not self.reduces
+    def in_step(self) -> bool:
+        """Whether it is computed in each step, from logits that are then dropped."""
+        return self.lens or (self.hook == LOGITS and not self.reduces)
 
     @property
     def arrays(self) -> dict[str, str]:

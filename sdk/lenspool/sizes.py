@@ -19,8 +19,8 @@ JOB_BYTES = 4 * 2**30
 def job_bytes(captures: Iterable[Mapping[str, Any]], card: ModelCard, length: int) -> dict[str, int]:
     """Entry or hook -> bytes of its rows, for the `captures` of a job document over `length` positions.
 
-    Rows that a readout is computed from at the end of the job count under their hook; of logits only what was read from
-    them is held.
+    Rows that a readout is computed from at the end of the job count under their hook; of logits, and of streams under
+    the lens, only what was read from them is held.
     """
     sizes: dict[str, int] = {}
     sources: dict[str, list[Range]] = {}
@@ -32,7 +32,7 @@ def job_bytes(captures: Iterable[Mapping[str, Any]], card: ModelCard, length: in
                 continue
             entry = entries.parse(name)
             sizes[name] = _bytes(entries.info(entry, card), rg.close(ranges, length), card, length)
-            if not entry.from_logits:
+            if not entry.in_step:
                 sources.setdefault(entry.hook, []).extend(rg.close(entry.reads(ranges), length))
     for name, closed in sources.items():
         sizes[name] = _bytes(card.hooks[name], closed, card, length)

@@ -22,15 +22,17 @@ class JobRows:
         The first thing that went wrong while the job was planned, edited or copied; the job fails with it.
     bytes
         Bytes held.
-    on_logits
-        What takes the job's logits: called with the position of the first row, and rows `[n, vocabulary]`.
+    readers
+        Hook -> what takes its rows at the end of each step instead of their being held: called with the position of the
+        first row, and the rows. Not in a tap: a reader may run parts of the model.
     """
 
     def __init__(self, tag: str) -> None:
         self.tag = tag
         self.error: str | None = None
         self.bytes = 0
-        self.on_logits: Callable[[int, torch.Tensor], None] | None = None
+        self.readers: dict[str, Callable[[int, torch.Tensor], None]] = {}
+        self._unread: list[tuple[str, int, torch.Tensor]] = []
         self._chunks: dict[str, list[tuple[int, torch.Tensor]]] = {}
 
     def fail(self, reason: str) -> None:
@@ -40,6 +42,19 @@ class JobRows:
 
     def add(self, name: str, position: int, rows: torch.Tensor) -> None:
         """Take rows of a hook, `[n, width]`, that begin at a position."""
+        if name in self.readers:
+            self._unread.append((name, position, rows))
+        else:
+            self.hold(name, position, rows)
+
+    def read(self) -> None:
+        """Hand the step's rows to their readers."""
+        unread, self._unread = self._unread, []
+        for name, position, rows in unread:
+            self.readers[name](position, rows)
+
+    def hold(self, name: str, position: int, rows: torch.Tensor) -> None:
+        """Keep rows of a hook or a readout until the job ends."""
         self._chunks.setdefault(name, []).append((position, rows))
         self.bytes += rows.numel() * rows.element_size()
 

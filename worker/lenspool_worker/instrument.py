@@ -21,7 +21,7 @@ from lenspool_worker.batch import Tracked, plan_step
 from lenspool_worker.capture import JobRows
 from lenspool_worker.derived import DerivedHooks, group
 from lenspool_worker.edits import from_document
-from lenspool_worker.readouts import Readouts
+from lenspool_worker.readouts import LOGIT_ROWS, Readouts
 from lenspool_worker.taps import Taps
 
 log = logging.getLogger(__name__)
@@ -29,7 +29,6 @@ log = logging.getLogger(__name__)
 SPEC = "lenspool"
 """Key of a request's spec in vLLM's `SamplingParams.extra_args`."""
 
-_LOGIT_ROWS = 128
 _VECTORS = 1024
 
 
@@ -93,7 +92,7 @@ class Instrument:
         try:
             asked = [(names, [(a, b) for a, b in ranges]) for names, ranges in spec["captures"]]
             captures = group(self.readouts.sources(asked), self._sites)
-            rows.on_logits = self.readouts.logit_reader(rows, asked, spec.get("tokens", ()))
+            rows.readers = self.readouts.readers(rows, asked, spec.get("tokens", ()))
             for document in spec["interventions"]:
                 ranges = [(a, b) for a, b in document["ranges"]]
                 edits.append((self._sites[document["hook"]], from_document(document, self._vector), ranges))
@@ -142,14 +141,21 @@ class Instrument:
             return
         for piece in plan.captures.get(self._sites[LOGITS], ()):
             try:
-                for at in range(piece.start, piece.stop, _LOGIT_ROWS):
-                    stop = min(at + _LOGIT_ROWS, piece.stop)
-                    assert piece.job.on_logits is not None
+                for at in range(piece.start, piece.stop, LOGIT_ROWS):
+                    stop = min(at + LOGIT_ROWS, piece.stop)
                     with torch.inference_mode():
-                        piece.job.on_logits(piece.position + at - piece.start, model.compute_logits(hidden[at:stop]))
+                        piece.job.add(LOGITS, piece.position + at - piece.start, model.compute_logits(hidden[at:stop]))
+                        piece.job.read()  # at once: the logits of a chunk are as large as all else
             except Exception as error:
                 log.exception("logits failed")
                 piece.job.fail(f"{LOGITS}: {error}")
+        for tracked in self._tracked.values():
+            try:
+                with torch.inference_mode():
+                    tracked.rows.read()
+            except Exception as error:
+                log.exception("a readout failed")
+                tracked.rows.fail(f"readout: {error}")
 
     # -- the sink's thread
 
