@@ -45,18 +45,24 @@ def _wrap_v2(runner: Any, instrument: Instrument) -> None:
 
 
 def _wrap_execution(runner: Any, instrument: Instrument) -> None:
-    execute = runner.execute_model
+    execute, sample = runner.execute_model, runner.sample_tokens
+    turn = instrument.readouts.turn
 
     def execute_model(scheduler_output: Any, *args: Any, **options: Any) -> Any:
         if not options.get("dummy_run"):
             instrument.schedule(scheduler_output)
         hidden = None
-        try:
-            out = execute(scheduler_output, *args, **options)
-            state = getattr(runner, "execute_model_state", None)
-            hidden = getattr(state, "hidden_states", None)
-        finally:
-            instrument.finish(hidden, runner.model)
+        with turn:
+            try:
+                out = execute(scheduler_output, *args, **options)
+                state = getattr(runner, "execute_model_state", None)
+                hidden = getattr(state, "hidden_states", None)
+            finally:
+                instrument.finish(hidden, runner.model)
         return out
 
-    runner.execute_model = execute_model
+    def sample_tokens(*args: Any, **options: Any) -> Any:
+        with turn:  # V2 runs the unembedding here
+            return sample(*args, **options)
+
+    runner.execute_model, runner.sample_tokens = execute_model, sample_tokens
