@@ -1,13 +1,14 @@
-"""Readouts of a job in vLLM's worker process: of logits in each step, of other rows when the job ends.
+"""Readouts of a job in vLLM's worker process: of logits at the end of each step, of other rows when the job ends.
 
-So that only what was read reaches the store, and a job that reads logits holds a chunk of them at most.
+So that only what was read reaches the store, and a job that reads logits holds a chunk of them at most. What the lens
+makes of a stream is computed in the steps too, as the model's CPU kernels keep state: only its own thread may run them.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,8 @@ from lenspool_worker.readout_math import read
 
 _CHUNK_BYTES = 64 * 2**20
 _ARRAY_BYTES = 2 * 2**30
+LOGIT_ROWS = 128
+"""Rows of logits that are built at once."""
 
 Captures = Sequence[tuple[Sequence[str], list[OpenRange]]]
 Rows = list[tuple[int, np.ndarray]]
@@ -52,8 +55,11 @@ class Matrices:
             return array
 
 
+Reader = Callable[[int, torch.Tensor], None]
+
+
 class LogitReader:
-    """What a job makes of its logits, chunk by chunk.
+    """What a job makes of logits, chunk by chunk.
 
     Parameters
     ----------
@@ -85,14 +91,41 @@ class LogitReader:
         """Take logits `[n, vocabulary]` that begin at a position."""
         for start, part in _parts(self._plain, position, logits):
             # a part of a chunk would keep all of it
-            self._rows.add(LOGITS, start, part if len(part) == len(logits) else part.clone())
+            self._rows.hold(LOGITS, start, part if len(part) == len(logits) else part.clone())
         for entry, ranges in self._readings:
             for start, part in _parts(ranges, position, logits):
                 following = None
                 if entry.op == "loss":
                     following = torch.tensor(self._tokens[start + 1 : start + 1 + len(part)])
                 for stored, value in read(entry, part, self._matrices, following).items():
-                    self._rows.add(_stored(entry, stored), start, value.reshape(len(part), -1))
+                    self._rows.hold(_stored(entry, stored), start, value.reshape(len(part), -1))
+
+
+class LensReader:
+    """What a job makes of a residual stream through the final norm and the unembedding.
+
+    Parameters
+    ----------
+    keep
+        Hook under which the stream's rows are held as well; None where nothing else is made of them.
+    """
+
+    def __init__(self, model: Any, final_norm: Any, logits: LogitReader, rows: JobRows, keep: str | None) -> None:
+        self._model = model
+        self._final_norm = final_norm
+        self._logits = logits
+        self._rows = rows
+        self._keep = keep
+
+    def __call__(self, position: int, stream: torch.Tensor) -> None:
+        """Take rows of the stream `[n, d_model]` that begin at a position."""
+        if self._keep is not None:
+            self._rows.hold(self._keep, position, stream)
+        for at in range(0, len(stream), LOGIT_ROWS):
+            # not called as a module, which would run its taps; on a copy, as a norm's kernel may write into its input
+            normed = self._final_norm.forward(stream[at : at + LOGIT_ROWS].clone())
+            logits = self._model.compute_logits(normed[0] if isinstance(normed, tuple) else normed)
+            self._logits(position + at, logits)
 
 
 class Readouts:
@@ -106,12 +139,6 @@ class Readouts:
         Of each hook that is served.
     model, final_norm
         vLLM's model, for its unembedding, and the norm in front of that.
-
-    Attributes
-    ----------
-    turn
-        Held by whoever runs modules of the model: a step, or a logit lens. Linear layers of vLLM's CPU build keep state
-        in their kernels; two threads in one give wrong numbers, or end the process.
     """
 
     def __init__(
@@ -122,7 +149,6 @@ class Readouts:
         self._model = model
         self._final_norm = final_norm
         self._device = device
-        self.turn = threading.Lock()
         self.matrices = Matrices(device)
 
     def sources(self, captures: Captures) -> list[tuple[str, list[OpenRange]]]:
@@ -137,22 +163,30 @@ class Readouts:
                     asked.append(([name], ranges))
         return self._derived.sources(asked)
 
-    def logit_reader(self, rows: JobRows, captures: Captures, tokens: Sequence[int]) -> LogitReader:
-        """What a job makes of logits."""
-        plain: list[OpenRange] = []
-        readings: dict[Entry, list[OpenRange]] = {}
+    def readers(self, rows: JobRows, captures: Captures, tokens: Sequence[int]) -> dict[str, Reader]:
+        """Hook -> what a job makes of its rows in each step, where that is more than holding them."""
+        readings: dict[str, dict[Entry, list[OpenRange]]] = {LOGITS: {}}
+        held: dict[str, list[OpenRange]] = {}
         for names, ranges in captures:
             for name in names:
                 if not entries.is_readout(name):
-                    plain += ranges if name == LOGITS else []
+                    held.setdefault(name, []).extend(ranges)
                     continue
                 entry = entries.parse(name).whole
-                if entry.from_logits:
-                    readings.setdefault(entry, []).extend(ranges)
-                elif entry.hook == LOGITS:
-                    plain += entry.reads(ranges)
-        items = [(entry, merged(ranges)) for entry, ranges in readings.items()]
-        return LogitReader(rows, merged(plain), items, tokens, self.matrices)
+                if entry.in_step:
+                    readings.setdefault(entry.hook, {}).setdefault(entry, []).extend(ranges)
+                else:
+                    held.setdefault(entry.hook, []).extend(entry.reads(ranges))
+        out: dict[str, Reader] = {}
+        for hook, items in readings.items():
+            of_hook = [(entry, merged(ranges)) for entry, ranges in items.items()]
+            plain = merged(held.get(hook, [])) if hook == LOGITS else []
+            logits = LogitReader(rows, plain, of_hook, tokens, self.matrices)
+            if hook == LOGITS:
+                out[hook] = logits
+            else:
+                out[hook] = LensReader(self._model, self._final_norm, logits, rows, hook if hook in held else None)
+        return out
 
     def assemble(self, rows: JobRows, wanted: Mapping[str, Sequence[Range]], length: int) -> dict[str, Rows]:
         """Rows of hooks and of readouts' entries for each of their ranges, at the end of a job.
@@ -170,7 +204,7 @@ class Readouts:
                 out[name] = self._derived.assemble(rows, name, ranges, length)
                 continue
             entry = entries.parse(name).whole
-            if entry.from_logits:
+            if entry.in_step:
                 out[name] = rows.assemble(name, ranges)
             elif entry.reduces:
                 out[name] = [(0, self._reduce(rows, entry, length))]
@@ -184,29 +218,15 @@ class Readouts:
         out: dict[str, Rows] = {stored.name: [] for stored in entry.stored}
         for start, array in self._derived.assemble(rows, entry.hook, ranges, length):
             chunks: dict[str, list[np.ndarray]] = {name: [] for name in out}
-            for chunk in to_torch(array).split(self._rows_at_once(entry, array.shape[1])):
+            widest = max(array.shape[1], entry.args[2] if entry.op == "sae" else 0)
+            for chunk in to_torch(array).split(max(1, _CHUNK_BYTES // (4 * widest))):
                 with torch.inference_mode():
-                    x = chunk.to(self._device)
-                    found = read(entry, self._lens(x) if entry.lens else x, self.matrices, None)
+                    found = read(entry, chunk.to(self._device), self.matrices, None)
                 for part, value in found.items():
                     chunks[_stored(entry, part)].append(to_numpy(value.reshape(len(chunk), -1)))
             for name, arrays in chunks.items():
                 out[name].append((start, np.concatenate(arrays)))
         return out
-
-    def _rows_at_once(self, entry: Entry, width: int) -> int:
-        if entry.lens:
-            width = self._widths[LOGITS]
-        elif entry.op == "sae":
-            width = max(width, entry.args[2])
-        return max(1, _CHUNK_BYTES // (4 * width))
-
-    def _lens(self, stream: torch.Tensor) -> torch.Tensor:
-        """Logits of rows of the residual stream; modules are not called as such, which would run their taps."""
-        with self.turn:
-            normed = self._final_norm.forward(stream)
-            logits: torch.Tensor = self._model.compute_logits(normed[0] if isinstance(normed, tuple) else normed)
-        return logits
 
     def _reduce(self, rows: JobRows, entry: Entry, length: int) -> np.ndarray:
         """One row `[1, width]` over the entry's own ranges; NaN without positions."""

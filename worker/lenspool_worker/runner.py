@@ -45,24 +45,18 @@ def _wrap_v2(runner: Any, instrument: Instrument) -> None:
 
 
 def _wrap_execution(runner: Any, instrument: Instrument) -> None:
-    execute, sample = runner.execute_model, runner.sample_tokens
-    turn = instrument.readouts.turn
+    execute = runner.execute_model
 
     def execute_model(scheduler_output: Any, *args: Any, **options: Any) -> Any:
         if not options.get("dummy_run"):
             instrument.schedule(scheduler_output)
         hidden = None
-        with turn:
-            try:
-                out = execute(scheduler_output, *args, **options)
-                state = getattr(runner, "execute_model_state", None)
-                hidden = getattr(state, "hidden_states", None)
-            finally:
-                instrument.finish(hidden, runner.model)
+        try:
+            out = execute(scheduler_output, *args, **options)
+            state = getattr(runner, "execute_model_state", None)
+            hidden = getattr(state, "hidden_states", None)
+        finally:
+            instrument.finish(hidden, runner.model)
         return out
 
-    def sample_tokens(*args: Any, **options: Any) -> Any:
-        with turn:  # V2 runs the unembedding here
-            return sample(*args, **options)
-
-    runner.execute_model, runner.sample_tokens = execute_model, sample_tokens
+    runner.execute_model = execute_model
