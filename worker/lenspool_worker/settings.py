@@ -34,7 +34,8 @@ def engine_arguments(folder: Path, options: dict[str, Any]) -> AsyncEngineArgs:
         raise InvalidJob("engine", f"{sorted(taken)} belong to lenspool", "other vLLM engine arguments")
     for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
         if options.get(name, 1) != 1:
-            raise InvalidJob(f"engine.{name}", f"got {options[name]!r}: rows of several ranks are not put together", "1")
+            reason = f"got {options[name]!r}: rows of several ranks are not put together"
+            raise InvalidJob(f"engine.{name}", reason, "1")
     config = json.loads((folder / "config.json").read_text())
     chosen: dict[str, Any] = {"enforce_eager": True, "dtype": checkpoint_dtype(config), "seed": 0}
     longest = config.get("max_position_embeddings") or config.get("n_positions") or _MAX_MODEL_LEN
