@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import pytest_asyncio
 
 from lenspool_cache import Store
 from lenspool_worker.engine import Engine
-from tests.engine.asking import Asker
+from tests.engine.asking import Asker, Prompts
 from tests.engine.oracle import Oracle
 
 
@@ -47,12 +47,12 @@ async def engine(smollm2: Path, store: Store) -> AsyncIterator[Asker]:
 
 
 @pytest.fixture(scope="session")
-def prompts(smollm2: Path) -> Callable[[list[int]], list[list[int]]]:
+def prompts(smollm2: Path) -> Prompts:
     """Makes prompts of given lengths, as token ids: words in an order that is different in each."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(smollm2, local_files_only=True)
-    words = "apple river engine violin desert planet letter market winter mirror blue quickly said under four".split()
+    words = ["apple", "river", "engine", "violin", "desert", "planet", "letter", "market", "winter", "mirror", "blue"]
     random = np.random.default_rng(0)
 
     def make(lengths: list[int]) -> list[list[int]]:

@@ -21,9 +21,17 @@ from tests.engine.conftest import booted
 HOOK = "blocks.2.hook_resid_post"
 
 
+def command(process: psutil.Process) -> str:
+    """Its command line; empty when it has ended, reaped or not."""
+    try:
+        return " ".join(process.cmdline())
+    except (psutil.ZombieProcess, psutil.NoSuchProcess):
+        return ""
+
+
 def processes(parent: psutil.Process) -> list[psutil.Process]:
     """vLLM's processes below a process."""
-    return [p for p in parent.children(recursive=True) if "VLLM" in " ".join(p.cmdline())]
+    return [p for p in parent.children(recursive=True) if "VLLM" in command(p)]
 
 
 def new_processes(before: list[psutil.Process]) -> list[psutil.Process]:
@@ -48,7 +56,7 @@ async def test_a_killed_worker_process(tiny_llama: Path, tmp_path: Path) -> None
             running = [asyncio.create_task(asker.engine.run(request)) for request in requests]
             while (await asker.engine.stats())["max_batch"] < 10:
                 await asyncio.sleep(0.05)
-            (worker,) = [p for p in mine if "VLLM::Worker" in " ".join(p.cmdline())]
+            (worker,) = [p for p in mine if "VLLM::Worker" in command(p)]
             worker.kill()
             began = time.monotonic()
             outcomes = await asyncio.wait_for(asyncio.gather(*running, return_exceptions=True), 30)
@@ -133,7 +141,7 @@ async def test_a_start_that_fails(tiny_llama: Path, tmp_path: Path) -> None:
 
 async def test_a_full_disk(engine: Asker, prompts: Callable[[list[int]], list[list[int]]]) -> None:
     """The job fails with it, and its rows are let go; when there is room the next one works."""
-    (worker,) = [p for p in engine_processes(engine) if "VLLM::Worker" in " ".join(p.cmdline())]
+    (worker,) = [p for p in engine_processes(engine) if "VLLM::Worker" in command(p)]
     unlimited = worker.rlimit(psutil.RLIMIT_FSIZE)
     prompt = prompts([100])[0]
     request = engine.request(prompt, engine.hooks)

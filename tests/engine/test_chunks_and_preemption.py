@@ -1,0 +1,124 @@
+"""64 tokens a step, and a KV cache too small for the crowd: positions are absolute, and replays leave no trace."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import pytest_asyncio
+import torch
+
+from lenspool_cache import Store
+from tests.engine.asking import Asker, Prompts, relative, worst
+from tests.engine.conftest import booted
+from tests.engine.oracle import Oracle
+
+BUDGET = 64
+GENERATED = 20
+TOLERANCE = 1e-5
+HOOKS = ["hook_embed", "ln_final.hook_out", "unembed.hook_out"]
+HOOKS += [
+    f"blocks.{i}.hook_{at}"
+    for i in (0, 11, 29)
+    for at in ("resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post")
+]
+
+
+@pytest_asyncio.fixture(scope="module")
+async def tight(smollm2: Path, store: Store) -> AsyncIterator[Asker]:
+    """64 tokens a step; 18 blocks of 32 tokens."""
+    options = {"max_model_len": 512, "max_num_batched_tokens": BUDGET, "max_num_seqs": 32}
+    async with booted(smollm2, store, block_size=32, num_gpu_blocks_override=18, **options) as asker:
+        yield asker
+
+
+async def test_preempted_generations_keep_their_rows(tight: Asker, oracle: Oracle, prompts: Prompts) -> None:
+    """More requests than the cache holds: some are thrown out half-way and computed again."""
+    lengths = [20, 27, 30, 31, 33, 47, 60, 62, 63, 64, 65, 90, 93, 94, 120, 129]
+    wanted = prompts(lengths)
+    before = await tight.settled()
+
+    async def one(turn: int, prompt: list[int]) -> tuple[list[int], dict[str, np.ndarray]]:
+        await asyncio.sleep(0.02 * turn)
+        if turn % 5 == 4:
+            return [], await tight.capture(prompt, HOOKS)
+        result, rows = await tight.generate(prompt, GENERATED, HOOKS)
+        return result.token_ids, rows
+
+    answers = await asyncio.gather(*(one(turn, prompt) for turn, prompt in enumerate(wanted)))
+    after = await tight.settled()
+    assert after["preemptions"] > before["preemptions"]
+    assert after["mixed_steps"] > before["mixed_steps"]
+    errors = []
+    for prompt, (generated, rows) in zip(wanted, answers, strict=True):
+        computed = [*prompt, *generated[:-1]]
+        expected = oracle.run(computed)
+        assert all(len(r) == len(computed) for r in rows.values())
+        errors.append(worst(rows, {name: expected[name] for name in HOOKS}))
+        greedy = expected["unembed.hook_out"].argmax(axis=1)[len(prompt) - 1 :].tolist()
+        assert generated in (greedy, [])
+    print("\npreempted:", after["preemptions"] - before["preemptions"], "worst relative error", max(errors))
+    assert max(errors)[0] <= TOLERANCE
+
+
+async def test_a_preempted_edit_applies_again(tight: Asker, store: Store, oracle: Oracle, prompts: Prompts) -> None:
+    """Edits of prompt and generated positions hold when the request is computed a second time."""
+    hook = "blocks.11.hook_resid_post"
+    vector = np.random.default_rng(3).normal(0, 20, 576).astype(np.float32)
+    value = {"array": store.put_array(vector)}
+    before = await tight.settled()
+
+    async def one(i: int, prompt: list[int]) -> tuple[list[int], dict[str, np.ndarray], int]:
+        start = [0, 5, len(prompt) - 1, len(prompt), len(prompt) + 3][i % 5]
+        edit = {"hook": hook, "op": "add", "value": value, "coefficient": 1.5, "ranges": [[start, None]]}
+        result, rows = await tight.generate(prompt, GENERATED, HOOKS, edits=[edit])
+        return result.token_ids, rows, start
+
+    wanted = prompts([61, 30, 62, 28, 63, 94, 29, 31, 60, 59])
+    answers = await asyncio.gather(*(one(i, prompt) for i, prompt in enumerate(wanted)))
+    assert (await tight.settled())["preemptions"] > before["preemptions"]
+    delta = 1.5 * torch.from_numpy(vector)
+    for prompt, (generated, rows, start) in zip(wanted, answers, strict=True):
+        expected = oracle.run([*prompt, *generated[:-1]], [(hook, lambda x: x + delta, [(start, None)])])
+        assert worst(rows, expected)[0] <= TOLERANCE
+        assert expected["unembed.hook_out"].argmax(axis=1)[len(prompt) - 1 :].tolist() == generated
+
+
+@pytest.mark.parametrize("length", [BUDGET - 1, BUDGET, BUDGET + 1, 2 * BUDGET + 1, 3 * BUDGET + 1, 400])
+async def test_chunks_of_a_prompt_join(tight: Asker, oracle: Oracle, prompts: Prompts, length: int) -> None:
+    """Also with a last chunk of one token, and prompts many times longer than a step."""
+    (prompt,) = prompts([length])
+    before = await tight.settled()
+    rows = await tight.capture(prompt, HOOKS)
+    steps = (await tight.settled())["steps"] - before["steps"]
+    assert steps == -(-length // BUDGET)
+    assert worst(rows, oracle.run(prompt))[0] <= TOLERANCE
+
+
+async def test_an_edit_is_where_it_was_asked_for(tight: Asker, store: Store, oracle: Oracle, prompts: Prompts) -> None:
+    """Positions in each chunk and across their borders; position 3 is not also 67 and 131."""
+    (prompt,) = prompts([3 * BUDGET + 1])
+    hook = "blocks.4.hook_resid_mid"
+    vector = np.random.default_rng(4).normal(0, 5, 576).astype(np.float32)
+    value = {"array": store.put_array(vector)}
+    plain = await tight.capture(prompt, [hook])
+    for ranges in ([(3, 4)], [(100, 103)], [(60, 70)], [(127, 129), (192, 193)]):
+        wire = [list(r) for r in ranges]
+        edit = {"hook": hook, "op": "add", "value": value, "coefficient": 1.0, "ranges": wire}
+        rows = await tight.capture(prompt, [*HOOKS, hook], edits=[edit])
+        expected = oracle.run(prompt, [(hook, lambda x: x + torch.from_numpy(vector), ranges)])
+        assert worst(rows, expected)[0] <= TOLERANCE
+        moved = np.flatnonzero(np.abs(rows[hook] - plain[hook]).max(axis=1) > 1.0).tolist()
+        assert moved == [p for a, b in ranges for p in range(a, b)]
+
+
+async def test_single_positions_of_a_long_prompt(tight: Asker, oracle: Oracle, prompts: Prompts) -> None:
+    (prompt,) = prompts([3 * BUDGET + 1])
+    expected = oracle.run(prompt)
+    for ranges in ([(64, 65)], [(63, 65), (128, 129)], [(192, 193)]):
+        rows = await tight.capture(prompt, HOOKS, ranges=ranges)
+        for name, got in rows.items():
+            assert relative(got, np.concatenate([expected[name][a:b] for a, b in ranges])) <= TOLERANCE

@@ -1,0 +1,114 @@
+"""The compiled model: the same rows, the same edits, and no graph from a cache that knows nothing of taps."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import pytest_asyncio
+import torch
+
+from lenspool_cache import Store
+from lenspool_worker import settings
+from tests.engine.asking import Asker, worst
+from tests.engine.conftest import booted
+from tests.engine.oracle import Oracle
+
+TOLERANCE = 1e-5
+OPTIONS = {"enforce_eager": False, "max_model_len": 256, "max_num_batched_tokens": 64, "max_num_seqs": 16}
+PLAIN = """
+import sys
+from vllm import LLM, SamplingParams
+
+if __name__ == "__main__":
+    llm = LLM(sys.argv[1], dtype="float32", skip_tokenizer_init=True, kv_cache_memory_bytes=64 * 2**20, seed=0,
+              enforce_eager=False, max_model_len=256, max_num_batched_tokens=64, max_num_seqs=16)
+    llm.generate([{"prompt_token_ids": [5, 6, 7]}], SamplingParams(max_tokens=2, detokenize=False))
+"""
+
+
+@pytest.fixture(scope="module")
+def compile_cache(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """vLLM's compile cache, filled by a plain engine of the same model and options."""
+    folder = tmp_path_factory.mktemp("compile-cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_CACHE_ROOT", str(folder))
+        script = folder / "plain.py"
+        script.write_text(PLAIN)
+        environment = {**os.environ, "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"}
+        subprocess.run([sys.executable, str(script), str(tiny_llama)], env=environment, check=True, timeout=300)
+        assert any((folder / "torch_compile_cache").rglob("*")), "the plain engine left something to be taken wrongly"
+        yield folder
+
+
+@pytest_asyncio.fixture(scope="module")
+async def compiled(tiny_llama: Path, store: Store, compile_cache: Path) -> AsyncIterator[Asker]:
+    async with booted(tiny_llama, store, kv_cache_memory_bytes=64 * 2**20, **OPTIONS) as asker:
+        assert asker.engine.info["numerics"]["mode"] == "compiled"
+        yield asker
+
+
+@pytest.fixture(scope="module")
+def tiny_oracle(tiny_llama: Path) -> Oracle:
+    return Oracle(tiny_llama)
+
+
+def random_prompts(count: int) -> list[list[int]]:
+    random = np.random.default_rng(7)
+    return [[int(t) for t in random.integers(1, 1000, 3 + 7 * i)] for i in range(count)]
+
+
+async def test_every_hook_of_a_crowd_is_right(compiled: Asker, tiny_oracle: Oracle) -> None:
+    """Chunks of 64 tokens, prefill and decode mixed."""
+    wanted = random_prompts(18)
+
+    async def one(i: int, prompt: list[int]) -> tuple[list[int], dict[str, np.ndarray]]:
+        if i % 2:
+            return [], await compiled.capture(prompt, tiny_oracle.hooks)
+        result, rows = await compiled.generate(prompt, 8, tiny_oracle.hooks)
+        return result.token_ids, rows
+
+    answers = await asyncio.gather(*(one(i, prompt) for i, prompt in enumerate(wanted)))
+    assert (await compiled.settled())["max_batch"] > 2
+    errors = []
+    for prompt, (generated, rows) in zip(wanted, answers, strict=True):
+        expected = tiny_oracle.run([*prompt, *generated[:-1]])
+        assert set(rows) == set(expected)
+        errors.append(worst(rows, expected))
+        greedy = expected["unembed.hook_out"].argmax(axis=1)[len(prompt) - 1 :].tolist()
+        assert generated in (greedy, [])
+    print("\ncompiled: worst relative error", max(errors))
+    assert max(errors)[0] <= TOLERANCE
+
+
+async def test_edits_bite(compiled: Asker, store: Store, tiny_oracle: Oracle) -> None:
+    prompt = random_prompts(14)[13]
+    vector = np.random.default_rng(8).normal(0, 1, 128).astype(np.float32)
+    value, tensor = {"array": store.put_array(vector)}, torch.from_numpy(vector)
+    plain = tiny_oracle.run(prompt)["unembed.hook_out"]
+    for hook in tiny_oracle.hooks[:-1]:
+        edit = {"hook": hook, "op": "add", "value": value, "coefficient": 2.0, "ranges": [[1, 3], [70, None]]}
+        result, rows = await compiled.generate(prompt, 4, [hook, "unembed.hook_out"], edits=[edit])
+        edits = [(hook, lambda x: x + 2 * tensor, [(1, 3), (70, None)])]
+        expected = tiny_oracle.run([*prompt, *result.token_ids[:-1]], edits)
+        assert worst(rows, expected)[0] <= TOLERANCE
+        assert expected["unembed.hook_out"].argmax(axis=1)[len(prompt) - 1 :].tolist() == result.token_ids
+        assert np.abs(expected["unembed.hook_out"][: len(prompt)] - plain).max() > 0.1
+
+
+def test_the_taps_are_part_of_the_compile_key(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two sets of taps never share a compiled graph, nor does one share with a model that has none."""
+
+    def key() -> str:
+        return str(settings.engine_arguments(tiny_llama, OPTIONS).create_engine_config().compute_hash())
+
+    ours = key()
+    assert key() == ours
+    monkeypatch.setattr(settings, "source_hash", lambda: "taps of another version")
+    assert key() != ours

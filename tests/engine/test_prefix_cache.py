@@ -1,0 +1,101 @@
+"""vLLM's prefix cache stays on: captures miss no rows for it, and edited KV is nobody else's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lenspool_cache import Store
+from tests.engine.asking import Asker, Prompts, relative, worst
+from tests.engine.oracle import Oracle
+
+HOOK, LATE = "blocks.6.hook_resid_post", ["blocks.29.hook_resid_post", "unembed.hook_out"]
+LENGTH = 300
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(scope="module")
+def vector() -> np.ndarray:
+    return np.random.default_rng(5).normal(0, 30, 576).astype(np.float32)
+
+
+@pytest.fixture(scope="module")
+def steering(store: Store, vector: np.ndarray) -> list[dict[str, Any]]:
+    value = {"array": store.put_array(vector)}
+    return [{"hook": HOOK, "op": "add", "value": value, "coefficient": 1.0, "ranges": [[0, None]]}]
+
+
+async def computed(engine: Asker) -> int:
+    return int((await engine.settled())["tokens"])
+
+
+async def test_a_plain_prompt_after_a_steered_one(
+    engine: Asker, oracle: Oracle, prompts: Prompts, steering: list[dict[str, Any]]
+) -> None:
+    """The last position reads the cache, so it would see KV that the steered run has left there."""
+    (prompt,) = prompts([LENGTH])
+    last = [(LENGTH - 1, LENGTH)]
+    steered, _ = await engine.generate(prompt, 8, edits=steering)
+    after_steered = await engine.capture(prompt, LATE, ranges=last)
+    plain, _ = await engine.generate(prompt, 8)
+    assert await engine.engine._llm.reset_prefix_cache()
+    cold = await engine.capture(prompt, LATE, ranges=last)
+    assert all(np.array_equal(after_steered[name], cold[name]) for name in LATE)
+    expected = oracle.run([*prompt, *plain.token_ids[:-1]])
+    assert all(relative(cold[name], expected[name][LENGTH - 1 : LENGTH]) <= TOLERANCE for name in LATE)
+    assert expected["unembed.hook_out"].argmax(axis=1)[LENGTH - 1 :].tolist() == plain.token_ids
+    assert steered.token_ids != plain.token_ids
+
+
+async def test_a_steered_prompt_after_a_plain_one(
+    engine: Asker, oracle: Oracle, prompts: Prompts, vector: np.ndarray, steering: list[dict[str, Any]]
+) -> None:
+    (prompt,) = prompts([LENGTH])
+    await engine.generate(prompt, 8)
+    steered, rows = await engine.generate(prompt, 8, [HOOK, *LATE], edits=steering)
+    edit = torch.from_numpy(vector)
+    expected = oracle.run([*prompt, *steered.token_ids[:-1]], [(HOOK, lambda x: x + edit, [(0, None)])])
+    assert worst(rows, expected)[0] <= TOLERANCE
+    assert expected["unembed.hook_out"].argmax(axis=1)[LENGTH - 1 :].tolist() == steered.token_ids
+
+
+async def test_equal_edits_share_and_unequal_ones_do_not(
+    engine: Asker, prompts: Prompts, steering: list[dict[str, Any]]
+) -> None:
+    """What is computed again tells whose KV was read."""
+    (prompt,) = prompts([LENGTH])
+    last = [(LENGTH - 1, LENGTH)]
+    same = [{**steering[0], "ranges": [[0, LENGTH]]}]
+    other = [{**same[0], "coefficient": -1.0}]
+
+    async def tokens(edits: list[dict[str, Any]]) -> tuple[int, dict[str, np.ndarray]]:
+        before = await computed(engine)
+        rows = await engine.capture(prompt, LATE, ranges=last, edits=edits)
+        return await computed(engine) - before, rows
+
+    first, one = await tokens(same)
+    again, two = await tokens(same)
+    unlike, _ = await tokens(other)
+    plain, _ = await tokens([])
+    assert first == unlike == plain == LENGTH
+    assert again < LENGTH - 64, "equal edits read one another's cache"
+    assert worst(one, two)[0] <= TOLERANCE
+
+
+async def test_cached_positions_still_have_rows(engine: Asker, oracle: Oracle, prompts: Prompts) -> None:
+    """P + A, then P + B over the same blocks: as many rows as tokens, equal to a run without a cache."""
+    (shared,) = prompts([256])
+    first, second = ([*shared, *end] for end in prompts([20, 30]))
+    await engine.capture(first, LATE)
+    before = await computed(engine)
+    await engine.capture(second, LATE, ranges=[(len(second) - 1, len(second))])
+    assert await computed(engine) - before < len(second) - 64, "the cache was read where no rows are wanted from it"
+    rows = await engine.capture(second, LATE)
+    assert all(len(r) == len(second) for r in rows.values())
+    assert worst(rows, oracle.run(second))[0] <= TOLERANCE
+    result, rows = await engine.generate(second, 4, LATE, ranges=[(len(second) - 1, None)])
+    expected = oracle.run([*second, *result.token_ids[:-1]])
+    assert worst(rows, {name: expected[name][len(second) - 1 :] for name in LATE})[0] <= TOLERANCE
