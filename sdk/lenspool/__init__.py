@@ -3,7 +3,7 @@
 >>> async with lenspool.connect_local(model_folder) as client:  # doctest: +SKIP
 ...     result = await client.capture("The Eiffel Tower is in", "blocks.*.hook_resid_post")
 ...     result["blocks.3.hook_resid_post"].shape
-(8, 576)
+(6, 576)
 """
 
 from lenspool import readouts
