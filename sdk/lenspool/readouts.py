@@ -67,7 +67,7 @@ class Readout:
 
 @dataclass(frozen=True)
 class TopK:
-    """The largest numbers of each position, in descending order.
+    """The largest numbers of each position, in descending order; the order of equal ones is not specified.
 
     Attributes
     ----------

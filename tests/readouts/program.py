@@ -220,7 +220,7 @@ def read_stream(model: Any, rows: np.ndarray) -> np.ndarray:
     """Final norm and unembedding by transformers' modules."""
     core = model.model if hasattr(model, "model") else model.transformer
     norm = core.norm if hasattr(core, "norm") else core.ln_f
-    logits = model.lm_head(norm(torch.from_numpy(rows.copy())))
+    logits = model.lm_head(norm(torch.from_numpy(rows.astype(np.float32))))
     cap = getattr(model.config, "final_logit_softcapping", None)
     return (cap * torch.tanh(logits / cap) if cap else logits).numpy()
 
