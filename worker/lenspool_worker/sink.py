@@ -1,7 +1,8 @@
 """The way of finished rows: from vLLM's worker process straight into the store.
 
 The parent decides over each job when its request has ended, by a line of JSON over a Unix socket: `commit`, `discard`,
-or `check` at boot. No tensor crosses the socket. One thread here does what it says and answers.
+`check` at boot, or `stats` for its counters. No tensor crosses the socket. One thread here does what it says and
+answers.
 """
 
 from __future__ import annotations
@@ -66,6 +67,8 @@ class Sink:
                 stream.flush()
 
     def _obey(self, verdict: Mapping[str, Any]) -> dict[str, Any]:
+        if verdict["op"] == "stats":
+            return {"stats": {**self._instrument.stats(), "bytes_written": self.written}}
         rows = self._instrument.take(verdict["tag"])
         if verdict["op"] == "discard":
             return {"rows": 0}

@@ -66,8 +66,3 @@ class LensWorker(Worker):
         # The parent closes the socket only when it has ended. vLLM's processes would not notice, and live for ever;
         # they end when this one does.
         self._sink = Sink(socket_path, self._instrument, store, lambda: os._exit(1))
-
-    def lenspool_stats(self) -> dict[str, int]:
-        """Counters of this process; runs no step."""
-        assert self._instrument is not None
-        return {**self._instrument.stats(), "bytes_written": self._sink.written if self._sink else 0}
