@@ -53,12 +53,14 @@ async def test_a_plain_prompt_after_a_steered_one(
 async def test_a_steered_prompt_after_a_plain_one(
     engine: Asker, oracle: Oracle, prompts: Prompts, vector: np.ndarray, steering: list[dict[str, Any]]
 ) -> None:
+    """Rows are asked for from the last position on, so that nothing but the salt keeps it from the plain run's KV."""
     (prompt,) = prompts([LENGTH])
     await engine.generate(prompt, 8)
-    steered, rows = await engine.generate(prompt, 8, [HOOK, *LATE], edits=steering)
+    hooks, ranges = [HOOK, *LATE], [(LENGTH - 1, None)]
+    steered, rows = await engine.generate(prompt, 8, hooks, ranges=ranges, edits=steering)
     edit = torch.from_numpy(vector)
     expected = oracle.run([*prompt, *steered.token_ids[:-1]], [(HOOK, lambda x: x + edit, [(0, None)])])
-    assert worst(rows, expected)[0] <= TOLERANCE
+    assert worst(rows, {name: expected[name][LENGTH - 1 :] for name in hooks})[0] <= TOLERANCE
     assert expected["unembed.hook_out"].argmax(axis=1)[LENGTH - 1 :].tolist() == steered.token_ids
 
 
