@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -22,28 +19,14 @@ from tests.engine.oracle import Oracle
 
 TOLERANCE = 1e-5
 OPTIONS = {"enforce_eager": False, "max_model_len": 256, "max_num_batched_tokens": 64, "max_num_seqs": 16}
-PLAIN = """
-import sys
-from vllm import LLM, SamplingParams
-
-if __name__ == "__main__":
-    llm = LLM(sys.argv[1], dtype="float32", skip_tokenizer_init=True, kv_cache_memory_bytes=64 * 2**20, seed=0,
-              enforce_eager=False, max_model_len=256, max_num_batched_tokens=64, max_num_seqs=16)
-    llm.generate([{"prompt_token_ids": [5, 6, 7]}], SamplingParams(max_tokens=2, detokenize=False))
-"""
 
 
 @pytest.fixture(scope="module")
-def compile_cache(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """vLLM's compile cache, filled by a plain engine of the same model and options."""
+def compile_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A compile cache of our own: what is compiled here is compiled now."""
     folder = tmp_path_factory.mktemp("compile-cache")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_CACHE_ROOT", str(folder))
-        script = folder / "plain.py"
-        script.write_text(PLAIN)
-        environment = {**os.environ, "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"}
-        subprocess.run([sys.executable, str(script), str(tiny_llama)], env=environment, check=True, timeout=300)
-        assert any((folder / "torch_compile_cache").rglob("*")), "the plain engine left something to be taken wrongly"
         yield folder
 
 
@@ -103,7 +86,10 @@ async def test_edits_bite(compiled: Asker, store: Store, tiny_oracle: Oracle) ->
 
 
 def test_the_taps_are_part_of_the_compile_key(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two sets of taps never share a compiled graph, nor does one share with a model that has none."""
+    """Two sets of taps never share a compiled graph, nor does one share with a model that has none.
+
+    The key is all that can be tested here: on CPUs vLLM 0.32 never loads a graph that an earlier engine has left.
+    """
 
     def key() -> str:
         return str(settings.engine_arguments(tiny_llama, OPTIONS).create_engine_config().compute_hash())
