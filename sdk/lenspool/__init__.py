@@ -25,7 +25,22 @@ from lenspool.errors import (
     UnsupportedHook,
     WorkerLost,
 )
-from lenspool.interventions import ArrayRef, Intervention, add, scale, set_, zero
+from lenspool.interventions import (
+    ArrayRef,
+    Intervention,
+    add,
+    clamp,
+    interpolate,
+    mean_ablate,
+    patch,
+    project_out,
+    scale,
+    set_,
+    steer,
+    suppress,
+    swap_rows,
+    zero,
+)
 from lenspool.local import connect_local
 from lenspool.result import Capture, Generation
 
@@ -54,9 +69,17 @@ __all__ = [
     "UnsupportedHook",
     "WorkerLost",
     "add",
+    "clamp",
     "connect_local",
+    "interpolate",
+    "mean_ablate",
+    "patch",
+    "project_out",
     "readouts",
     "scale",
     "set_",
+    "steer",
+    "suppress",
+    "swap_rows",
     "zero",
 ]

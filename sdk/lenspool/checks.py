@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Mapping
 from typing import Any
 
 from lenspool import entries
 from lenspool.card import ModelCard
-from lenspool.errors import InvalidJob, UnknownHook, UnsupportedHook
-from lenspool.interventions import OPS
+from lenspool.edit_forms import check_edits
+from lenspool.errors import InvalidJob, UnknownHook
 from lenspool.job import VERSION, check_tokens
 from lenspool.positions import check_ranges
 from lenspool.sampling import check_integer, sampling_document
@@ -18,14 +16,7 @@ from lenspool.sizes import check_bytes
 
 KINDS = ("capture", "generate", "fetch")
 
-_DIGEST = re.compile("[0-9a-f]{64}")
 _FIELDS = {"v", "kind", "model", "tokens", "captures", "interventions", "sampling", "nonce"}
-_OP_FIELDS: dict[str, set[str]] = {
-    "zero": set(),
-    "scale": {"factor"},
-    "add": {"value", "coefficient"},
-    "set": {"value"},
-}
 
 
 def check(document: Any, card: ModelCard) -> None:
@@ -73,7 +64,7 @@ def check(document: Any, card: ModelCard) -> None:
     end = len(tokens) + (sampling["max_tokens"] - 1 if sampling else 0)
     _check_captures(document.get("captures"), card, end, len(tokens), generating=kind == "generate")
     check_bytes(document["captures"], card, end)
-    _check_interventions(document.get("interventions"), card, end, generating=kind == "generate")
+    check_edits(document.get("interventions"), card.hooks, end, generating=kind == "generate")
 
 
 def _check_fetch(document: Mapping[str, Any]) -> None:
@@ -120,31 +111,3 @@ def _check_readout(
 def _check_hook(name: Any, card: ModelCard, field: str) -> None:
     if not isinstance(name, str) or name not in card.hooks:
         raise UnknownHook(str(name), field=field)
-
-
-def _check_interventions(interventions: Any, card: ModelCard, end: int, *, generating: bool) -> None:
-    if not isinstance(interventions, list):
-        raise InvalidJob("interventions", "not a list")
-    for i, item in enumerate(interventions):
-        at = f"interventions[{i}]"
-        if not isinstance(item, dict) or item.get("op") not in OPS:
-            raise InvalidJob(f"{at}.op", f"got {item!r}", ", ".join(OPS))
-        if set(item) != {"hook", "op", "ranges"} | _OP_FIELDS[item["op"]]:
-            raise InvalidJob(
-                at, f"has the fields {sorted(item)}", f"hook, op, ranges, {sorted(_OP_FIELDS[item['op']])}"
-            )
-        _check_hook(item.get("hook"), card, f"{at}.hook")
-        if not card.hooks[item["hook"]].editable:
-            raise UnsupportedHook(item["hook"], "it can be captured but not edited", field=f"{at}.hook")
-        check_ranges(item.get("ranges"), f"{at}.ranges", end, may_be_open=generating)
-        numbers = {"scale": ["factor"], "add": ["coefficient"]}.get(item["op"], [])
-        value = item.get("value")
-        if item["op"] in ("add", "set") and not isinstance(value, dict):
-            numbers = [*numbers, "value"]
-        for field in numbers:
-            if type(item.get(field)) is not float or not math.isfinite(item[field]):
-                raise InvalidJob(f"{at}.{field}", f"got {item.get(field)!r}", "a finite float")
-        if isinstance(value, dict):
-            digest = value.get("array")
-            if set(value) != {"array"} or not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
-                raise InvalidJob(f"{at}.value", f"got {value!r}", 'a number or {"array": <64 hex digits>}')

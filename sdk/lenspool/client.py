@@ -18,12 +18,14 @@ from lenspool.access import Access, Found, open_access
 from lenspool.card import HookInfo, ModelCard
 from lenspool.counts import job_counts
 from lenspool.errors import DeadlineExceeded, InvalidJob, UnknownModel
+from lenspool.hooks import resolve
 from lenspool.interventions import ArrayRef, Intervention, as_float32
 from lenspool.job import Request, prepare
 from lenspool.queue import JobQueue, JobTicket
 from lenspool.readouts import Readout
 from lenspool.result import Capture, Generation
 from lenspool.sampling import sampling_document
+from lenspool.staged import mean_norms, resolved
 from lenspool.tokenizer import Tokenizer, from_bytes
 from lenspool_cache import CacheError
 from lenspool_cache import ranges as rg
@@ -152,6 +154,24 @@ class Client:
         await (await self._connect())[2].put_array(digest, values)
         return ArrayRef(digest, values.shape)
 
+    async def norms(self, hooks: str | Iterable[str], prompts: Iterable[Prompt] | None = None) -> dict[str, float]:
+        """How long rows are at some hooks: what the coefficient of an edit is to be measured by.
+
+        Parameters
+        ----------
+        hooks
+            Names, aliases, short forms or globs.
+        prompts
+            What to run; default a few sentences. Captures, so of equal prompts the second call is answered at once.
+
+        Returns
+        -------
+        dict[str, float]
+            Hook -> mean L2 norm of its rows over all positions but the first of each prompt, which in many models is
+            an attention sink of another size.
+        """
+        return await mean_norms(self, resolve(hooks, await self.card()), prompts)
+
     async def capture(
         self,
         prompt: Prompt,
@@ -190,7 +210,8 @@ class Client:
             See `lenspool.errors`.
         """
         card, tokenizer, _ = await self._connect()
-        request = prepare(card, tokenizer, prompt, hooks, positions, interventions)
+        interventions, norms = await resolved(self, prompt, interventions)
+        request = prepare(card, tokenizer, prompt, hooks, positions, interventions, norms=norms)
         return await self._answer(request, Capture, timeout)
 
     async def generate(
@@ -238,7 +259,8 @@ class Client:
         )
         if sampling["stop"] and tokenizer is None:
             raise InvalidJob("stop", f"{card.name} was served without a tokenizer", "no stop strings")
-        request = prepare(card, tokenizer, prompt, hooks, positions, interventions, sampling)
+        interventions, norms = await resolved(self, prompt, interventions)
+        request = prepare(card, tokenizer, prompt, hooks, positions, interventions, sampling, norms)
         return await self._answer(request, Generation, timeout)
 
     async def map(

@@ -17,8 +17,8 @@ import numpy as np
 from lenspool import entries
 from lenspool import positions as ps
 from lenspool.card import ModelCard
+from lenspool.edit_documents import to_documents
 from lenspool.errors import InvalidJob
-from lenspool.interventions import to_documents
 from lenspool.readouts import resolve
 from lenspool.sizes import check_bytes
 from lenspool.tokenizer import Tokenizer
@@ -111,6 +111,7 @@ def prepare(
     positions: Any = "all",
     interventions: Any = (),
     sampling: dict[str, Any] | None = None,
+    norms: Mapping[str, float] | None = None,
 ) -> Request:
     """Check a call's arguments and make them a request.
 
@@ -131,7 +132,7 @@ def prepare(
     names, matrices = resolve(hooks, card, wanted, len(tokens), _end(tokens, sampling), generating=generating)
     if not names and not generating:
         raise InvalidJob("hooks", "no hook was asked for", "at least one hook name")
-    edits, arrays = to_documents(interventions, card, len(tokens), generating=generating)
+    edits, arrays = to_documents(interventions, card, tokens, generating=generating, norms=norms)
     random = sampling is not None and sampling["temperature"] > 0 and sampling["seed"] is None
     nonce = uuid.uuid4().hex if random else None
     return Request(card, tokens, names, wanted, edits, arrays | matrices, sampling, nonce)

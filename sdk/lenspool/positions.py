@@ -53,6 +53,16 @@ def resolve(positions: Any, n_prompt: int, *, generating: bool, field: str = "po
     return list(rg.from_positions(chosen))
 
 
+def ordered(positions: Any, n_prompt: int, *, generating: bool, field: str = "positions") -> list[int] | None:
+    """The same positions one by one, in the order in which they were given; None where they have no end."""
+    if isinstance(positions, str):
+        ranges = _named(positions, n_prompt, generating, field)
+        return None if ranges[-1][1] is None else rg.positions(rg.close(ranges, n_prompt))
+    if isinstance(positions, slice):
+        return list(range(n_prompt))[positions]
+    return _integers(positions, n_prompt, field)
+
+
 def _named(name: str, n_prompt: int, generating: bool, field: str) -> list[OpenRange]:
     if name == "all":
         return [(0, None if generating else n_prompt)]

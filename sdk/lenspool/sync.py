@@ -81,6 +81,10 @@ class Client:
         """See `lenspool.Client.put`."""
         return self._loop.run(self._client.put(array))
 
+    def norms(self, hooks: str | Iterable[str], prompts: Iterable[aio.Prompt] | None = None) -> dict[str, float]:
+        """See `lenspool.Client.norms`."""
+        return self._loop.run(self._client.norms(hooks, prompts))
+
     def capture(self, prompt: aio.Prompt, hooks: aio.Hooks, **options: Any) -> Capture:
         """See `lenspool.Client.capture`."""
         return self._loop.run(self._client.capture(prompt, hooks, **options))

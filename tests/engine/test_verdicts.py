@@ -47,7 +47,7 @@ class Pair:
         new = SimpleNamespace(req_id=f"{tag}-x", sampling_params=SimpleNamespace(extra_args={SPEC: spec}))
         output = SimpleNamespace(finished_req_ids=set(), scheduled_new_reqs=[new], preempted_req_ids=None)
         self.instrument.schedule(output)
-        self.instrument.plan([f"{tag}-x"], [0], [10])
+        self.instrument.plan([f"{tag}-x"], [0], [10], torch.arange(10))
         for site in range(2):
             self.taps.plain(values.clone(), site)
         self.instrument.finish(None, None)
@@ -60,7 +60,7 @@ async def pair(tmp_path: Path) -> AsyncIterator[Pair]:
     taps.site(HOOK, 4), taps.site(OTHER, 4), taps.site("unembed.hook_out", 16)
     with Store(tmp_path / "store") as store:
         instrument = Instrument(taps, torch.device("cpu"))
-        instrument.store = store
+        instrument.connect(store)
         orphaned = threading.Event()
         sink = await asyncio.to_thread(Sink, verdicts.path, instrument, store, orphaned.set)
         await verdicts.connected()

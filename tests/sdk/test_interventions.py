@@ -9,16 +9,17 @@ import numpy as np
 import pytest
 
 from lenspool import ArrayRef, Intervention, InvalidJob, ModelCard, UnknownHook, UnsupportedHook, add, scale, set_, zero
-from lenspool.interventions import to_documents
+from lenspool.edit_documents import to_documents
 from lenspool_cache import canonical_json
 from lenspool_cache.keys import array_digest
 
 HOOK = "blocks.1.hook_resid_post"
+TOKENS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
 VECTOR = np.linspace(-1, 1, 16).astype(np.float32)
 
 
-def written(*items: Intervention, card: ModelCard, n: int = 10, generating: bool = False) -> bytes:
-    return canonical_json(to_documents(items, card, n, generating=generating)[0])
+def written(*items: Intervention, card: ModelCard, generating: bool = False) -> bytes:
+    return canonical_json(to_documents(items, card, TOKENS, generating=generating)[0])
 
 
 @pytest.mark.parametrize(
@@ -57,17 +58,17 @@ def test_different_meaning_different_bytes(card: ModelCard) -> None:
 
 
 def test_pattern_expands_to_one_edit_per_hook(card: ModelCard) -> None:
-    documents, _ = to_documents(zero("blocks.*.hook_attn_out"), card, 10, generating=False)
+    documents, _ = to_documents(zero("blocks.*.hook_attn_out"), card, TOKENS, generating=False)
     assert [d["hook"] for d in documents] == [f"blocks.{i}.hook_attn_out" for i in range(4)]
 
 
 def test_phase_becomes_positions(card: ModelCard) -> None:
-    (document,), _ = to_documents(add(HOOK, 1.0, phase="generated"), card, 10, generating=True)
+    (document,), _ = to_documents(add(HOOK, 1.0, phase="generated"), card, TOKENS, generating=True)
     assert document["ranges"] == [[10, None]]
 
 
 def test_bfloat16_array_is_taken_by_value(card: ModelCard) -> None:
-    _, arrays = to_documents(add(HOOK, VECTOR.astype(ml_dtypes.bfloat16)), card, 10, generating=False)
+    _, arrays = to_documents(add(HOOK, VECTOR.astype(ml_dtypes.bfloat16)), card, TOKENS, generating=False)
     (array,) = arrays.values()
     assert array.dtype == np.float32 and np.abs(array - VECTOR).max() < 0.01
 
@@ -96,15 +97,15 @@ def test_bfloat16_array_is_taken_by_value(card: ModelCard) -> None:
 )
 def test_bad_values_name_their_field(card: ModelCard, item: Intervention, field: str) -> None:
     with pytest.raises(InvalidJob) as error:
-        to_documents([item], card, 10, generating=False)
+        to_documents([item], card, TOKENS, generating=False)
     assert error.value.field == field
 
 
 def test_bad_hooks_and_types(card: ModelCard) -> None:
     with pytest.raises(UnknownHook):
-        to_documents([zero("blocks.0.hook_nothing")], card, 10, generating=False)
+        to_documents([zero("blocks.0.hook_nothing")], card, TOKENS, generating=False)
     with pytest.raises(UnsupportedHook, match="not edited"):
-        to_documents([zero("logits")], card, 10, generating=False)
+        to_documents([zero("logits")], card, TOKENS, generating=False)
     wrong: Any = [{"op": "zero"}]
     with pytest.raises(InvalidJob, match="dict"):
-        to_documents(wrong, card, 10, generating=False)
+        to_documents(wrong, card, TOKENS, generating=False)

@@ -10,8 +10,8 @@ import pytest
 
 from lenspool import InvalidJob, ModelCard, UnsupportedHook, add
 from lenspool.card import HookInfo
+from lenspool.edit_documents import to_documents
 from lenspool.hooks import resolve
-from lenspool.interventions import to_documents
 
 Q = "blocks.0.attn.hook_q"
 PATTERN = "blocks.0.attn.hook_pattern"
@@ -46,12 +46,12 @@ def test_a_card_survives_its_json_form(wide: ModelCard) -> None:
 
 def test_both_shapes_of_an_array_are_one_edit(wide: ModelCard) -> None:
     value = np.arange(16, dtype=np.float32)
-    flat = to_documents(add(Q, value), wide, 4, generating=False)
-    shaped = to_documents(add(Q, value.reshape(2, 8)), wide, 4, generating=False)
+    flat = to_documents(add(Q, value), wide, [1, 2, 3, 4], generating=False)
+    shaped = to_documents(add(Q, value.reshape(2, 8)), wide, [1, 2, 3, 4], generating=False)
     assert flat[0] == shaped[0]
     assert next(iter(shaped[1].values())).shape == (16,)
     with pytest.raises(InvalidJob, match="has shape"):
-        to_documents(add(Q, value.reshape(8, 2)), wide, 4, generating=False)
+        to_documents(add(Q, value.reshape(8, 2)), wide, [1, 2, 3, 4], generating=False)
 
 
 def test_the_raw_output_has_its_name_where_a_norm_follows(wide: ModelCard) -> None:

@@ -5,7 +5,7 @@ Pure bookkeeping over ints, so that it can be tested against a naive reference.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -28,7 +28,7 @@ class Tracked:
 
     rows: JobRows
     captures: list[tuple[list[int], list[OpenRange]]]
-    edits: list[tuple[int, Edit, list[OpenRange]]]
+    edits: list[tuple[int, Edit]]
 
 
 class Slice(NamedTuple):
@@ -41,10 +41,11 @@ class Slice(NamedTuple):
 
 
 class EditSlice(NamedTuple):
-    """Rows of the step's batch that an edit applies to."""
+    """Rows of the step's batch that an edit applies to; the first one is number `first` of the edit's positions."""
 
     start: int
     stop: int
+    first: int
     edit: Edit
     job: JobRows
 
@@ -58,7 +59,11 @@ class StepPlan:
 
 
 def plan_step(
-    request_ids: Sequence[str], starts: Iterable[int], counts: Iterable[int], tracked: Mapping[str, Tracked]
+    request_ids: Sequence[str],
+    starts: Iterable[int],
+    counts: Iterable[int],
+    tracked: Mapping[str, Tracked],
+    tokens: Callable[[int, int], Sequence[int]],
 ) -> StepPlan | None:
     """Plan a step.
 
@@ -72,6 +77,8 @@ def plan_step(
         Rows of each request in this step.
     tracked
         Requests that want something; others only take up rows.
+    tokens
+        Gives the token ids of rows `[start, stop)` of the batch; asked only for edits that are bound to tokens.
 
     Returns
     -------
@@ -90,11 +97,29 @@ def plan_step(
                 if slices:
                     for site in sites:
                         plan.captures.setdefault(site, []).extend(slices)
-            for site, edit, ranges in wants.edits:
-                for a, b in _overlaps(ranges, start, stop):
-                    plan.edits.setdefault(site, []).append(EditSlice(a + offset, b + offset, edit, wants.rows))
+            for site, edit in wants.edits:
+                pieces = _pieces(edit, start, stop, offset, tokens)
+                edits = [EditSlice(a, b, first, edit, wants.rows) for a, b, first in pieces]
+                if edits:
+                    plan.edits.setdefault(site, []).extend(edits)
         row += count
     return plan if plan.captures or plan.edits else None
+
+
+def _pieces(
+    edit: Edit, start: int, stop: int, offset: int, tokens: Callable[[int, int], Sequence[int]]
+) -> Iterable[tuple[int, int, int]]:
+    """Rows of the batch that an edit applies to, and the place of their first among the edit's positions."""
+    before = 0
+    for low, high in edit.ranges:
+        for a, b in _overlaps([(low, high)], start, stop):
+            if edit.tokens is None:
+                yield a + offset, b + offset, before + a - low
+                continue
+            for row, token in enumerate(tokens(a + offset, b + offset), a + offset):
+                if token in edit.tokens:
+                    yield row, row + 1, before + row - offset - low
+        before += 0 if high is None else high - low
 
 
 def _overlaps(ranges: Iterable[OpenRange], start: int, stop: int) -> Iterable[tuple[int, int]]:

@@ -9,14 +9,17 @@ import logging
 import math
 import os
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from lenspool import entries
+from lenspool.card import HookInfo
+from lenspool.edit_forms import array_of, check_array, check_edits
 from lenspool.errors import EngineFailed, InvalidJob, LenspoolError, UnknownHook
 from lenspool.hooks import template
 from lenspool_cache import Run, Store
@@ -24,7 +27,6 @@ from lenspool_cache import ranges as rg
 from lenspool_cache.codec import dtype_of
 from lenspool_cache.keys import canonical_json
 from lenspool_cache.ranges import OpenRange
-from lenspool_worker.edits import OPS
 from lenspool_worker.instrument import SPEC
 from lenspool_worker.verdicts import Verdicts, gone
 
@@ -105,6 +107,8 @@ class Engine:
         self._verdicts = Verdicts()
         self._numbers = itertools.count()
         self._sites: dict[str, dict[str, Any]] = {}
+        self._infos: dict[str, HookInfo] = {}
+        self._shape_of = lru_cache(maxsize=4096)(self._shape)
         self.hooks: list[dict[str, Any]] = []
         self.refusals: dict[str, str] = {}
         self.info: dict[str, Any] = {}
@@ -140,10 +144,16 @@ class Engine:
         if described["refusal"]:
             raise EngineFailed(described["refusal"])
         self.hooks, self.refusals = described["hooks"], described["refusals"]
-        self._sites = {hook["name"]: hook for hook in self.hooks}
+        self._index()
         connect = self._llm.collective_rpc("lenspool_connect", args=(self._verdicts.path, str(self._store.path)))
         await asyncio.gather(connect, self._verdicts.connected())
         await self._check(known=described["known"])
+
+    def _index(self) -> None:
+        """Find hooks by their names."""
+        names = [field.name for field in fields(HookInfo)]
+        self._sites = {hook["name"]: hook for hook in self.hooks}
+        self._infos = {hook["name"]: HookInfo(**{name: hook[name] for name in names}) for hook in self.hooks}
 
     async def _check(self, *, known: bool) -> None:
         """Run a few tokens over all hooks, and have the worker process look at the rows.
@@ -162,7 +172,7 @@ class Engine:
             for name, text in answer["suspects"].items():
                 self.refusals.setdefault(template(name), f"in this model, whose family is not known, {text}")
             self.hooks = [hook for hook in self.hooks if template(hook["name"]) not in self.refusals]
-            self._sites = {hook["name"]: hook for hook in self.hooks}
+            self._index()
             problems = [] if any(name.endswith("hook_resid_post") for name in self._sites) else problems
         if problems:
             raise EngineFailed("the check at boot failed: " + "; ".join(problems[:5]))
@@ -318,20 +328,10 @@ class Engine:
                 self._read(name, group)
             self._check_ranges(group.ranges, request, "captures.ranges")
         self._check_computed(request)
+        limit = len(request.tokens) + (request.sampling["max_tokens"] - 1 if request.sampling else 0)
+        check_edits(request.interventions, self._infos, limit, generating=request.sampling is not None)
         for i, document in enumerate(request.interventions):
-            site = self._hook(document["hook"], f"interventions[{i}].hook")
-            if not site["editable"]:
-                raise InvalidJob(f"interventions[{i}].hook", f"{document['hook']} cannot be edited")
-            if document["op"] not in OPS:
-                raise InvalidJob(f"interventions[{i}].op", f"unknown op {document['op']!r}", ", ".join(OPS))
-            for name in ("factor", "coefficient", "value"):
-                number = document.get(name, 0.0)
-                if not isinstance(number, dict) and not math.isfinite(number):
-                    raise InvalidJob(f"interventions[{i}].{name}", f"is {number}", "a finite number")
-            self._check_ranges(document["ranges"], request, f"interventions[{i}].ranges")
-            value = document.get("value")
-            if isinstance(value, dict):
-                self._check_array(value["array"], site, f"interventions[{i}].value")
+            self._check_array(document, f"interventions[{i}].value")
         if request.sampling and request.sampling.get("stop") and not self._text:
             raise InvalidJob("stop", "the model was served without a tokenizer", "no stop strings")
 
@@ -372,16 +372,24 @@ class Engine:
             if start is None or not 0 <= start < closed or (stop is not None and stop > limit):
                 raise InvalidJob(field, f"got [{start}, {stop}]", f"[start, stop) within 0..{limit}")
 
-    def _check_array(self, digest: str, site: dict[str, Any], field: str) -> None:
+    def _check_array(self, document: Mapping[str, Any], field: str) -> None:
+        digest = array_of(document)
+        if digest is None:
+            return
         try:
-            array = self._store.get_array(digest)
+            shape = self._shape_of(digest)
         except KeyError:
             raise InvalidJob(field, f"the store does not have the array {digest[:16]}") from None
-        if array.shape not in ((site["width"],), tuple(site["dims"])) or array.dtype != np.float32:
-            expected = f"float32 of shape {tuple(site['dims'])} or ({site['width']},)"
-            raise InvalidJob(field, f"is {array.dtype} of shape {array.shape}", expected)
-        if not np.isfinite(array).all():
-            raise InvalidJob(field, "holds NaN or Infinity", "finite numbers")
+        except ValueError as error:
+            raise InvalidJob(field, str(error), "finite float32 numbers") from None
+        check_array(document, self._infos[document["hook"]], shape, field)
+
+    def _shape(self, digest: str) -> tuple[int, ...]:
+        """Shape of an array whose numbers an edit can take."""
+        array = self._store.get_array(digest)
+        if array.dtype != np.float32 or not np.isfinite(array).all():
+            raise ValueError(f"is {array.dtype}, or holds NaN or Infinity")
+        return tuple(array.shape)
 
 
 def _wire(captures: Sequence[CaptureGroup]) -> list[Any]:

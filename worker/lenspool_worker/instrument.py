@@ -20,7 +20,7 @@ from lenspool_cache.ranges import OpenRange
 from lenspool_worker.batch import Tracked, plan_step
 from lenspool_worker.capture import JobRows
 from lenspool_worker.derived import DerivedHooks, group
-from lenspool_worker.edits import from_document
+from lenspool_worker.edits import Edit, from_document
 from lenspool_worker.readouts import LOGIT_ROWS, Readouts
 from lenspool_worker.taps import Taps
 
@@ -28,8 +28,6 @@ log = logging.getLogger(__name__)
 
 SPEC = "lenspool"
 """Key of a request's spec in vLLM's `SamplingParams.extra_args`."""
-
-_VECTORS = 1024
 
 
 class Instrument:
@@ -55,16 +53,13 @@ class Instrument:
         readouts: Readouts | None = None,
     ) -> None:
         self._taps = taps
-        self._device = device
         self.derived = derived if derived is not None else DerivedHooks()
         self.readouts = readouts if readouts is not None else Readouts(self.derived, {}, None, None, device)
         self._sites = {name: number for number, name in enumerate(taps.names)}
         self._tracked: dict[str, Tracked] = {}  # by vLLM's request id
         self._jobs: dict[str, JobRows] = {}  # by tag, until the verdict
         self._discarded: OrderedDict[str, None] = OrderedDict()
-        self._vectors: OrderedDict[str, torch.Tensor] = OrderedDict()
         self._lock = threading.Lock()
-        self.store: Store | None = None
         self.counts = {"steps": 0, "tokens": 0, "max_batch": 0, "preemptions": 0, "mixed_steps": 0}
 
     # -- vLLM's step thread
@@ -88,14 +83,14 @@ class Instrument:
                 return
             rows = self._jobs[tag] = JobRows(tag)
         captures: list[tuple[list[int], list[OpenRange]]] = []
-        edits = []
+        edits: list[tuple[int, Edit]] = []
         try:
             asked = [(names, [(a, b) for a, b in ranges]) for names, ranges in spec["captures"]]
             captures = group(self.readouts.sources(asked), self._sites)
             rows.readers = self.readouts.readers(rows, asked, spec.get("tokens", ()))
             for document in spec["interventions"]:
-                ranges = [(a, b) for a, b in document["ranges"]]
-                edits.append((self._sites[document["hook"]], from_document(document, self._vector), ranges))
+                site = self._sites[document["hook"]]
+                edits.append((site, from_document(document, self.readouts.arrays, self._taps.width(site))))
         except Exception as error:
             log.exception("job %s cannot be set up", tag)
             rows.fail(f"{type(error).__name__}: {error}")
@@ -103,30 +98,29 @@ class Instrument:
 
     def connect(self, store: Store) -> None:
         """Say where arrays of jobs come from."""
-        self.store = self.readouts.matrices.store = store
+        self.readouts.arrays.store = store
 
-    def _vector(self, digest: str) -> torch.Tensor:
-        """An intervention's array on the device."""
-        vector = self._vectors.get(digest)
-        if vector is None:
-            if self.store is None:
-                raise RuntimeError("no store is connected")
-            vector = torch.from_numpy(self.store.get_array(digest)).to(self._device).flatten()
-            self._vectors[digest] = vector
-            while len(self._vectors) > _VECTORS:
-                self._vectors.popitem(last=False)
-        self._vectors.move_to_end(digest)
-        return vector
+    def plan(
+        self, request_ids: Sequence[str], starts: Iterable[int], counts: Sequence[int], inputs: torch.Tensor
+    ) -> None:
+        """Plan the step that is about to run, from the batch as the runner has ordered it.
 
-    def plan(self, request_ids: Sequence[str], starts: Iterable[int], counts: Sequence[int]) -> None:
-        """Plan the step that is about to run, from the batch as the runner has ordered it."""
+        Parameters
+        ----------
+        inputs
+            Token ids of the batch's rows, on any device.
+        """
         counts = [int(n) for n in counts]
         self.counts["steps"] += 1
         self.counts["tokens"] += sum(counts)
         self.counts["max_batch"] = max(self.counts["max_batch"], len(counts))
         self.counts["mixed_steps"] += 1 in counts and max(counts) > 1
         try:
-            self._taps.plan = plan_step(request_ids, starts, counts, self._tracked) if self._tracked else None
+            self._taps.plan = None
+            if self._tracked:
+                self._taps.plan = plan_step(
+                    request_ids, starts, counts, self._tracked, lambda start, stop: inputs[start:stop].tolist()
+                )
         except Exception as error:
             log.exception("a step could not be planned")
             self._taps.plan = None

@@ -12,6 +12,7 @@ from lenspool import entries, keys
 from lenspool.access import parse_generation
 from lenspool.card import ModelCard
 from lenspool.checks import check
+from lenspool.edit_forms import array_of
 from lenspool.errors import CacheError, InvalidJob
 from lenspool.job import GENERATION, closed, run_of
 from lenspool_cache import Run, Store, inline
@@ -122,9 +123,9 @@ class JobRunner:
     async def _arrays(self, document: dict[str, Any]) -> None:
         """See to it that the store has every array that the job names, and that those of readouts fit their hooks."""
         needed = {
-            item["value"]["array"]: f"interventions[{i}].value"
+            digest: f"interventions[{i}].value"
             for i, item in enumerate(document["interventions"])
-            if isinstance(item.get("value"), dict)
+            if (digest := array_of(item)) is not None
         }
         shapes: dict[str, tuple[int, ...]] = {}
         for name in (name for group in document["captures"] for name in group["hooks"] if entries.is_readout(name)):

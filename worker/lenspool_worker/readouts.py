@@ -6,8 +6,6 @@ makes of a stream is computed in the steps too, as the model's CPU kernels keep 
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -16,43 +14,19 @@ import torch
 
 from lenspool import entries
 from lenspool.entries import LOGITS, Entry
-from lenspool_cache import Store
 from lenspool_cache import ranges as rg
 from lenspool_cache.ranges import OpenRange, Range
+from lenspool_worker.arrays import DeviceArrays
 from lenspool_worker.capture import JobRows, to_numpy
 from lenspool_worker.derived import DerivedHooks, merged, to_torch
 from lenspool_worker.readout_math import read
 
 _CHUNK_BYTES = 64 * 2**20
-_ARRAY_BYTES = 2 * 2**30
 LOGIT_ROWS = 128
 """Rows of logits that are built at once."""
 
 Captures = Sequence[tuple[Sequence[str], list[OpenRange]]]
 Rows = list[tuple[int, np.ndarray]]
-
-
-class Matrices:
-    """Arrays of readouts on the model's device, the last used of them."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._arrays: OrderedDict[str, torch.Tensor] = OrderedDict()
-        self._lock = threading.Lock()
-        self.store: Store | None = None
-
-    def __call__(self, digest: str) -> torch.Tensor:
-        """A float32 array by its digest."""
-        with self._lock:
-            array = self._arrays.pop(digest, None)
-            if array is None:
-                if self.store is None:
-                    raise RuntimeError("no store is connected")
-                array = torch.from_numpy(self.store.get_array(digest)).to(self._device)
-            self._arrays[digest] = array
-            while len(self._arrays) > 1 and sum(a.nbytes for a in self._arrays.values()) > _ARRAY_BYTES:
-                self._arrays.popitem(last=False)
-            return array
 
 
 Reader = Callable[[int, torch.Tensor], None]
@@ -79,7 +53,7 @@ class LogitReader:
         plain: list[OpenRange],
         readings: Sequence[tuple[Entry, list[OpenRange]]],
         tokens: Sequence[int],
-        matrices: Matrices,
+        matrices: DeviceArrays,
     ) -> None:
         self._rows = rows
         self._plain = plain
@@ -149,7 +123,7 @@ class Readouts:
         self._model = model
         self._final_norm = final_norm
         self._device = device
-        self.matrices = Matrices(device)
+        self.arrays = DeviceArrays(device)
 
     def sources(self, captures: Captures) -> list[tuple[str, list[OpenRange]]]:
         """What has to be captured for what is asked for: each hook that has a tap, with its ranges."""
@@ -181,7 +155,7 @@ class Readouts:
         for hook, items in readings.items():
             of_hook = [(entry, merged(ranges)) for entry, ranges in items.items()]
             plain = merged(held.get(hook, [])) if hook == LOGITS else []
-            logits = LogitReader(rows, plain, of_hook, tokens, self.matrices)
+            logits = LogitReader(rows, plain, of_hook, tokens, self.arrays)
             if hook == LOGITS:
                 out[hook] = logits
             else:
@@ -221,7 +195,7 @@ class Readouts:
             widest = max(array.shape[1], entry.args[2] if entry.op == "sae" else 0)
             for chunk in to_torch(array).split(max(1, _CHUNK_BYTES // (4 * widest))):
                 with torch.inference_mode():
-                    found = read(entry, chunk.to(self._device), self.matrices, None)
+                    found = read(entry, chunk.to(self._device), self.arrays, None)
                 for part, value in found.items():
                     chunks[_stored(entry, part)].append(to_numpy(value.reshape(len(chunk), -1)))
             for name, arrays in chunks.items():

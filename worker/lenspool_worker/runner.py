@@ -27,7 +27,8 @@ def _wrap_v1(runner: Any, instrument: Instrument) -> None:
         out = prepare(scheduler_output, num_scheduled_tokens, *args, **options)
         batch = runner.input_batch
         count = batch.num_reqs
-        instrument.plan(batch.req_ids[:count], batch.num_computed_tokens_cpu[:count], num_scheduled_tokens[:count])
+        starts, counts = batch.num_computed_tokens_cpu[:count], num_scheduled_tokens[:count]
+        instrument.plan(batch.req_ids[:count], starts, counts, runner.input_ids.gpu)
         return out
 
     runner._prepare_inputs = prepare_inputs
@@ -38,7 +39,7 @@ def _wrap_v2(runner: Any, instrument: Instrument) -> None:
 
     def prepare_inputs(*args: Any, **options: Any) -> Any:
         batch = prepare(*args, **options)
-        instrument.plan(batch.req_ids, batch.num_computed_tokens_np, batch.num_scheduled_tokens)
+        instrument.plan(batch.req_ids, batch.num_computed_tokens_np, batch.num_scheduled_tokens, batch.input_ids)
         return batch
 
     runner.prepare_inputs = prepare_inputs

@@ -48,6 +48,10 @@ class Taps:
         self._readings.setdefault(base, []).append((number, compute))
         return number
 
+    def width(self, site: int) -> int:
+        """Numbers in a row of a site."""
+        return self._widths[site]
+
     def plain(self, tensor: torch.Tensor, site: int) -> None:
         """Edit and copy rows of a tensor in place: `[tokens, width]`, or of any shape that flattens to it."""
         if self.plan is None:
@@ -109,10 +113,10 @@ class Taps:
             at = tensor[piece.start : piece.stop]
             rows = at.flatten(1).float()
             if residual is None:
-                at.copy_(piece.edit.apply(rows).view(at.shape))
+                at.copy_(piece.edit.apply(rows, piece.first).view(at.shape))
             else:
                 rest = residual[piece.start : piece.stop]
-                rest.copy_(piece.edit.apply(rows + rest.float()))
+                rest.copy_(piece.edit.apply(rows + rest.float(), piece.first))
                 at.zero_()
         except Exception as error:
             log.exception("an edit failed")
