@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import itertools
 import logging
 import math
@@ -25,7 +24,6 @@ from lenspool.hooks import template
 from lenspool_cache import Run, Store
 from lenspool_cache import ranges as rg
 from lenspool_cache.codec import dtype_of
-from lenspool_cache.keys import canonical_json
 from lenspool_cache.ranges import OpenRange
 from lenspool_worker.instrument import SPEC
 from lenspool_worker.verdicts import Verdicts, gone
@@ -250,10 +248,7 @@ class Engine:
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
         tag = f"{request.job_id}#{next(self._numbers)}"
-        # KV of an edited run is shared only with runs that are edited alike
-        edits = request.interventions
-        salt = hashlib.sha256(canonical_json(edits)).hexdigest() if edits else None
-        prompt = tokens_input(request.tokens, cache_salt=salt)
+        prompt = tokens_input(request.tokens)  # of an edited run KV is shared by what `scheduling` puts into its keys
         decided = False
         try:
             output = None

@@ -17,7 +17,7 @@ from lenspool.errors import InvalidJob
 from lenspool_worker.model_card import has_tokenizer
 from lenspool_worker.taps import OPS, source_hash
 
-_RESERVED = {"model", "worker_cls", "additional_config", "worker_extension_cls"}
+_RESERVED = {"model", "worker_cls", "scheduler_cls", "additional_config", "worker_extension_cls"}
 _CPU_KV_BYTES = 512 * 2**20
 _MAX_MODEL_LEN = 8192
 
@@ -54,6 +54,7 @@ def engine_arguments(folder: Path, options: dict[str, Any]) -> AsyncEngineArgs:
         return AsyncEngineArgs(
             model=str(folder),
             worker_cls="lenspool_worker.vllm_worker.LensWorker",
+            scheduler_cls="lenspool_worker.scheduling.scheduler",
             additional_config={"lenspool": source_hash()},
             disable_log_stats=True,
             **chosen,
