@@ -65,6 +65,7 @@ class TokenStream:
 
     def __init__(self, answer: Callable[[Tell], Coroutine[Any, Any, Generation]]) -> None:
         self._answer = answer
+        self._begun = False
         self._task: asyncio.Task[Generation] | None = None
         self._result: Generation | None = None
         self.token_ids: list[int] = []
@@ -86,15 +87,15 @@ class TokenStream:
 
     def __aiter__(self) -> AsyncIterator[Delta]:
         """Begin; an error of the call is raised by the first step, as `Client.generate` raises it."""
-        if self._task is not None:
+        if self._begun:
             raise RuntimeError("a stream can be iterated once")
-        heard: asyncio.Queue[Delta | None] = asyncio.Queue()
-        self._task = asyncio.create_task(self._answer(heard.put_nowait))
-        self._task.add_done_callback(lambda _: heard.put_nowait(None))
-        # not kept here: a loop that is left drops it, which ends it
-        return self._deltas(self._task, heard)
+        self._begun = True
+        return self._deltas()  # not kept here: a loop that is left drops it, which ends it
 
-    async def _deltas(self, task: asyncio.Task[Generation], heard: asyncio.Queue[Delta | None]) -> AsyncIterator[Delta]:
+    async def _deltas(self) -> AsyncIterator[Delta]:
+        heard: asyncio.Queue[Delta | None] = asyncio.Queue()
+        task = self._task = asyncio.create_task(self._answer(heard.put_nowait))
+        task.add_done_callback(lambda _: heard.put_nowait(None))
         try:
             while (delta := await heard.get()) is not None:
                 if (new := self._new(delta)) is not None:

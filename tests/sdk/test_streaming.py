@@ -125,6 +125,16 @@ async def test_errors_are_raised_by_the_loop_and_leaving_it_ends_the_call(card: 
     assert ended.is_set()
 
 
+@pytest.mark.parametrize("name", ["Client", "TokenStream"])
+def test_the_sync_twins_have_everything(name: str) -> None:
+    asynchronous, twin = getattr(lenspool, name), getattr(lenspool.sync, name)
+    public = {n for n in vars(asynchronous) if not n.startswith("_")} - {"close", "aclose"}
+    assert public and public <= set(vars(twin)) and "close" in {*vars(twin), "close" * hasattr(twin, "__exit__")}
+    if name == "TokenStream":
+        assert vars(lenspool.TokenStream(lambda tell: pytest.fail())).keys() >= {"token_ids", "text", "exact"}
+        assert {"token_ids", "text", "exact"} <= set(vars(twin))
+
+
 def test_log_probabilities_survive_their_json_form() -> None:
     random = np.random.default_rng(0)
     for n, k in ((3, 2), (1, 0), (0, 4)):

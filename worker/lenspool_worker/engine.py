@@ -261,7 +261,7 @@ class Engine:
         prompt = tokens_input(request.tokens, cache_salt=salt)
         decided = False
         if follower is not None:
-            follower.ask = lambda: self._show_progress(tag)
+            follower.ask = lambda: self._show_progress(tag, follower)
         try:
             step = output = None
             chosen = self._sampling(request, tag, progress=follower is not None and follower.wanted)
@@ -284,13 +284,18 @@ class Engine:
             if not decided:
                 self._verdicts.send(tag, {"op": "discard"}).add_done_callback(_ignore)
 
-    def _show_progress(self, tag: str) -> None:
+    def _show_progress(self, tag: str, follower: Follower) -> None:
         """Have vLLM say from now on what a running request has generated so far, and not at its end only."""
         from vllm.sampling_params import RequestOutputKind
 
+        if self._llm is None or follower.ask is None:
+            return
         processor = self._llm.output_processor
-        for request_id in processor.external_req_ids.get(tag, ()):
+        request_ids = processor.external_req_ids.get(tag, ())
+        for request_id in request_ids:
             processor.request_states[request_id].output_kind = RequestOutputKind.CUMULATIVE
+        if not request_ids:  # still on its way into vLLM
+            asyncio.get_running_loop().call_later(0.02, self._show_progress, tag, follower)
 
     def _sampling(self, request: EngineRequest, tag: str, *, progress: bool) -> Any:
         from vllm import SamplingParams
