@@ -136,6 +136,10 @@ class Client:
         """See `lenspool.Client.card`."""
         return self._loop.run(self._client.card())
 
+    def status(self) -> list[dict[str, Any]]:
+        """See `lenspool.Client.status`."""
+        return self._loop.run(self._client.status())
+
     def hooks(self) -> list[HookInfo]:
         """See `lenspool.Client.hooks`."""
         return self._loop.run(self._client.hooks())
