@@ -42,7 +42,9 @@ from lenspool.interventions import (
     zero,
 )
 from lenspool.local import connect_local
+from lenspool.logprobs import Logprobs
 from lenspool.result import Capture, Generation
+from lenspool.streaming import Delta, TokenStream
 
 __version__ = "0.1.0"
 
@@ -54,6 +56,7 @@ __all__ = [
     "Capture",
     "Client",
     "DeadlineExceeded",
+    "Delta",
     "EngineFailed",
     "Generation",
     "HookInfo",
@@ -61,9 +64,11 @@ __all__ = [
     "InvalidJob",
     "JobCancelled",
     "LenspoolError",
+    "Logprobs",
     "ModelCard",
     "PoolUnavailable",
     "QueueFull",
+    "TokenStream",
     "UnknownHook",
     "UnknownModel",
     "UnsupportedHook",

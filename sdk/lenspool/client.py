@@ -9,26 +9,27 @@ import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, Self, Unpack, overload
 
 import numpy as np
 
 from lenspool import keys
-from lenspool.access import Access, Found, open_access
+from lenspool.access import open_access
+from lenspool.answer import Desk
 from lenspool.card import HookInfo, ModelCard
 from lenspool.counts import job_counts
-from lenspool.errors import DeadlineExceeded, InvalidJob, UnknownModel
+from lenspool.errors import InvalidJob, UnknownModel
 from lenspool.hooks import resolve
 from lenspool.interventions import ArrayRef, Intervention, as_float32
 from lenspool.job import Request, prepare
-from lenspool.queue import JobQueue, JobTicket
+from lenspool.queue import JobQueue
 from lenspool.readouts import Readout
 from lenspool.result import Capture, Generation
-from lenspool.sampling import sampling_document
+from lenspool.sampling import Sampling, check_integer, sampling_document
 from lenspool.staged import mean_norms, resolved
-from lenspool.tokenizer import Tokenizer, from_bytes
-from lenspool_cache import CacheError
-from lenspool_cache import ranges as rg
+from lenspool.streaming import Tell, TokenStream
+from lenspool.token_feed import TokenFeed
+from lenspool.tokenizer import from_bytes
 from lenspool_cache.keys import array_digest
 
 Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int] | np.ndarray
@@ -38,11 +39,6 @@ Hooks = str | Readout | Iterable[str | Readout]
 """What to capture: names, aliases, short forms, globs, and readouts."""
 
 Interventions = Intervention | Iterable[Intervention]
-ResultT = TypeVar("ResultT", Capture, Generation)
-
-_ATTEMPTS = 3
-"""How often a job is sent when the store loses its rows between their writing and their reading (eviction)."""
-
 
 _CLOCKS_S = 600.0
 """How far the clocks of workers and clients may differ: whether a worker lives is said by its card, which expires."""
@@ -80,7 +76,8 @@ class Client:
         self._store = os.environ.get("LENSPOOL_STORE") if store is None else store
         self._inline_limit = inline_limit
         self._queue = JobQueue(self.url, patience=patience)
-        self._ready: tuple[ModelCard, Tokenizer | None, Access] | None = None
+        self._feed = TokenFeed(self._queue, self.url)
+        self._ready: tuple[ModelCard, Desk] | None = None
         self._connecting = asyncio.Lock()
 
     async def __aenter__(self) -> Self:
@@ -94,9 +91,10 @@ class Client:
 
     async def close(self) -> None:
         """Cancel what this client still waits for, and close its connections and files."""
+        await self._feed.close()
         await self._queue.close()
         if self._ready is not None:
-            self._ready[2].close()
+            self._ready[1].access.close()
             self._ready = None
 
     async def models(self) -> list[ModelCard]:
@@ -151,7 +149,7 @@ class Client:
         """
         values = as_float32(array, "array")
         digest = array_digest(values)
-        await (await self._connect())[2].put_array(digest, values)
+        await (await self._connect())[1].access.put_array(digest, values)
         return ArrayRef(digest, values.shape)
 
     async def norms(self, hooks: str | Iterable[str], prompts: Iterable[Prompt] | None = None) -> dict[str, float]:
@@ -209,59 +207,130 @@ class Client:
         PoolUnavailable, DeadlineExceeded, EngineFailed, WorkerLost, CacheError
             See `lenspool.errors`.
         """
-        card, tokenizer, _ = await self._connect()
+        card, desk = await self._connect()
         interventions, norms = await resolved(self, prompt, interventions)
-        request = prepare(card, tokenizer, prompt, hooks, positions, interventions, norms=norms)
-        return await self._answer(request, Capture, timeout)
+        request = prepare(card, desk.tokenizer, prompt, hooks, positions, interventions, norms=norms)
+        return await desk.answer(request, Capture, timeout)
+
+    @overload
+    async def generate(  # type: ignore[overload-overlap]  # 1 is the one int that gives no list
+        self,
+        prompt: Prompt,
+        *,
+        n: Literal[1] = 1,
+        hooks: Hooks = (),
+        positions: Any = "all",
+        interventions: Interventions = (),
+        timeout: float | None = None,
+        **sampling: Unpack[Sampling],
+    ) -> Generation: ...
+
+    @overload
+    async def generate(
+        self,
+        prompt: Prompt,
+        *,
+        n: int,
+        hooks: Hooks = (),
+        positions: Any = "all",
+        interventions: Interventions = (),
+        timeout: float | None = None,
+        **sampling: Unpack[Sampling],
+    ) -> list[Generation]: ...
 
     async def generate(
         self,
         prompt: Prompt,
         *,
-        max_tokens: int = 16,
-        temperature: float = 0.0,
-        top_p: float = 1.0,
-        top_k: int = 0,
-        seed: int | None = None,
-        stop: str | Iterable[str] = (),
-        ignore_eos: bool = False,
+        n: int = 1,
         hooks: Hooks = (),
         positions: Any = "all",
         interventions: Interventions = (),
         timeout: float | None = None,
-    ) -> Generation:
+        **sampling: Unpack[Sampling],
+    ) -> Generation | list[Generation]:
         """Generate, with activations and edits in prefill and decode.
 
-        Greedy and seeded generations are stored like captures; sampling without a seed always runs anew.
+        Greedy and seeded generations are stored like captures; sampling without a seed always runs anew. A seeded
+        generation has the same tokens whatever else is in the batch, but for logits that are equal to float rounding.
 
         Parameters
         ----------
         prompt, hooks, interventions, timeout
             As in `capture`.
-        max_tokens, temperature, top_p, top_k, seed, stop, ignore_eos
-            Sampling; `temperature=0` is greedy, `top_k=0` is off.
+        n
+            Number of samples. Sample i of a seeded call is that of a single call with `seed + i`.
         positions
-            Also `"prompt"` and `"generated"`; `"all"` is both.
+            Also `"prompt"` and `"generated"`; `"all"` is both. The row of position p is the one from which token p+1
+            is predicted, so the first generated token is predicted by the prompt's last row.
+        sampling
+            `max_tokens`, `temperature`, `top_p`, `seed`, `stop`, `logprobs`, ...: see `lenspool.sampling.Sampling`.
 
         Returns
         -------
-        Generation
+        Generation or list[Generation]
+            A list of `n` when `n` is above 1.
+
+        Raises
+        ------
+        InvalidJob
+            An argument is wrong; nothing was queued.
+        PoolUnavailable, DeadlineExceeded, EngineFailed, WorkerLost, CacheError
+            See `lenspool.errors`.
         """
-        card, tokenizer, _ = await self._connect()
-        sampling = sampling_document(
-            max_tokens=max_tokens,
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            seed=seed,
-            stop=stop,
-            ignore_eos=ignore_eos,
-        )
-        if sampling["stop"] and tokenizer is None:
+        count = check_integer("n", n, 1, None)
+        chosen = sampling_document(**sampling)
+        seed = chosen["seed"]
+        if count > 1 and chosen["temperature"] == 0:
+            raise InvalidJob("n", f"got {n} at temperature 0, where all samples are equal", "1, or a temperature")
+        if seed is not None:
+            check_integer("seed", seed, 0, 2**63 - count)
+        desk, first = await self._generating(prompt, hooks, positions, interventions, chosen)
+        if count == 1:
+            return await desk.answer(first, Generation, timeout)
+        requests = [first, *(first.resampled(None if seed is None else seed + i) for i in range(1, count))]
+        samples = [asyncio.create_task(desk.answer(request, Generation, timeout)) for request in requests]
+        try:
+            return list(await asyncio.gather(*samples))
+        finally:
+            for sample in samples:
+                sample.cancel()
+
+    def stream(
+        self,
+        prompt: Prompt,
+        *,
+        hooks: Hooks = (),
+        positions: Any = "all",
+        interventions: Interventions = (),
+        timeout: float | None = None,
+        **sampling: Unpack[Sampling],
+    ) -> TokenStream:
+        """Generate, and read the tokens while they are made; the arguments are those of `generate`.
+
+        A stored generation comes at once, in one piece.
+
+        Returns
+        -------
+        TokenStream
+            To be iterated with `async for`; its `result` is then the `Generation`.
+        """
+
+        async def answer(tell: Tell) -> Generation:
+            chosen = sampling_document(**sampling)
+            desk, request = await self._generating(prompt, hooks, positions, interventions, chosen)
+            return await desk.answer(request, Generation, timeout, tell)
+
+        return TokenStream(answer)
+
+    async def _generating(
+        self, prompt: Prompt, hooks: Hooks, positions: Any, interventions: Interventions, sampling: dict[str, Any]
+    ) -> tuple[Desk, Request]:
+        card, desk = await self._connect()
+        if sampling["stop"] and desk.tokenizer is None:
             raise InvalidJob("stop", f"{card.name} was served without a tokenizer", "no stop strings")
         interventions, norms = await resolved(self, prompt, interventions)
-        request = prepare(card, tokenizer, prompt, hooks, positions, interventions, sampling, norms)
-        return await self._answer(request, Generation, timeout)
+        return desk, prepare(card, desk.tokenizer, prompt, hooks, positions, interventions, sampling, norms)
 
     async def map(
         self,
@@ -307,7 +376,7 @@ class Client:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
 
-    async def _connect(self) -> tuple[ModelCard, Tokenizer | None, Access]:
+    async def _connect(self) -> tuple[ModelCard, Desk]:
         async with self._connecting:
             if self._ready is None:
                 card = self._choose(await self.models())
@@ -318,7 +387,7 @@ class Client:
                         raise UnknownModel(card.name, [])
                     tokenizer = await asyncio.to_thread(from_bytes, blob)
                 access = await asyncio.to_thread(open_access, self._queue, card, self._store, self._inline_limit)
-                self._ready = card, tokenizer, access
+                self._ready = card, Desk(self._queue, self._feed, access, tokenizer)
             return self._ready
 
     def _choose(self, cards: list[ModelCard]) -> ModelCard:
@@ -329,79 +398,6 @@ class Client:
             raise UnknownModel(self.model or "a model", sorted({card.name for card in cards}))
         raise InvalidJob("model", "several models fit" if self.model else "no model was named", _ids(fitting))
 
-    async def _answer(self, request: Request, result: type[ResultT], timeout: float | None) -> ResultT:
-        """Look in the store, run what is missing, and open the result."""
-        assert self._ready is not None
-        _, tokenizer, access = self._ready
-        found = await access.find(request, ran=False)
-        job: dict[str, Any] = {}
-        began = time.monotonic()
-        for attempt in range(_ATTEMPTS):
-            if found.complete:
-                break
-            await asyncio.gather(*(access.put_array(digest, a) for digest, a in request.arrays.items()))
-            ticket = self._queue.submit(request.card.id, request.document(found.missing), fresh=attempt > 0)
-            job = await _wait(ticket, timeout)
-            found = await access.find(request, ran=True)
-        if not found.complete:
-            raise CacheError(f"the rows of {request.run} were computed {_ATTEMPTS} times, and are not in the store")
-        return _result(request, result, found, tokenizer, job, time.monotonic() - began)
-
 
 def _ids(cards: Iterable[ModelCard]) -> str:
     return ", ".join(card.id for card in cards)
-
-
-async def _wait(ticket: JobTicket, timeout: float | None) -> dict[str, Any]:
-    """Await a job; at the deadline say where it stood, and give it up."""
-    waiting = asyncio.ensure_future(ticket.result())
-    try:
-        done, _ = await asyncio.wait([waiting], timeout=timeout)
-        if not done:
-            stage = "run" if await ticket.status() == "started" else "queue"
-            raise DeadlineExceeded(stage, timeout or 0.0, job_id=ticket.id)
-        job = waiting.result()
-        # of a job that had finished before, nothing was computed for this call
-        return {**job, "computed_rows": 0, "run_s": 0.0, "generated": False} if ticket.reused else job
-    finally:
-        if not waiting.done():
-            waiting.cancel()
-            await asyncio.gather(waiting, return_exceptions=True)
-
-
-def _result(
-    request: Request,
-    result: type[ResultT],
-    found: Found,
-    tokenizer: Tokenizer | None,
-    job: Mapping[str, Any],
-    seconds: float,
-) -> ResultT:
-    """Put a result object together from what was found."""
-    assert found.reader is not None
-    ranges = found.ranges(request)
-    rows = sum(rg.count(found.ranges(request, name)) for name in request.hooks)
-    computed = min(int(job.get("computed_rows", 0)), rows)
-    run_s = float(job.get("run_s", 0.0))
-    provenance = {
-        "model": request.card.id,
-        **request.card.context["numerics"],
-        "computed_rows": computed,
-        "reused_rows": rows - computed,
-        "queue_s": max(seconds - run_s, 0.0) if job else 0.0,
-        "run_s": run_s,
-        "worker": job.get("worker"),
-        "keys": {name: request.run.entry(name).hex() for name in request.hooks},
-    }
-    rest: dict[str, Any] = {
-        "hooks": request.hooks,
-        "positions": np.array(rg.positions(ranges), dtype=np.int64),
-        "reader": found.reader,
-        "cached": not job or (computed == 0 and not job.get("generated", False)),
-        "provenance": provenance,
-    }
-    made: dict[str, Any] | None = found.generation
-    generated: list[int] = made["token_ids"] if made is not None else []
-    ids = [*request.tokens, *generated]
-    rest |= {"token_ids": ids} if made is None else {"generation": made, "prompt": request.tokens}
-    return result(request.card, tokens=tokenizer.tokens(ids) if tokenizer else None, **rest)

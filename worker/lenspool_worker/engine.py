@@ -8,7 +8,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from pathlib import Path
@@ -21,10 +21,12 @@ from lenspool.card import HookInfo
 from lenspool.edit_forms import array_of, check_array, check_edits
 from lenspool.errors import EngineFailed, InvalidJob, LenspoolError, UnknownHook
 from lenspool.hooks import template
+from lenspool.job import GENERATION
 from lenspool_cache import Run, Store
 from lenspool_cache import ranges as rg
 from lenspool_cache.codec import dtype_of
 from lenspool_cache.ranges import OpenRange
+from lenspool_worker.generation import GREEDY, Follower, generated, parameters
 from lenspool_worker.instrument import SPEC
 from lenspool_worker.verdicts import Verdicts, gone
 
@@ -203,10 +205,10 @@ class Engine:
         counts: dict[str, int] = answer["stats"]
         return counts
 
-    async def run(self, request: EngineRequest) -> EngineResult:
+    async def run(self, request: EngineRequest, follower: Follower | None = None) -> EngineResult:
         """Run a request; when this returns, all its rows are in the store under its run.
 
-        Cancelling it aborts the request in vLLM and drops its rows.
+        Cancelling it aborts the request in vLLM and drops its rows. A follower hears of a generation's tokens.
 
         Raises
         ------
@@ -218,16 +220,17 @@ class Engine:
         self._check_request(request)
         began = time.monotonic()
 
-        def commit(output: Any) -> dict[str, Any]:
+        def commit(ended: Any) -> dict[str, Any]:
+            output, sampling = ended.outputs[0], request.sampling
             return {
                 "op": "commit",
-                "length": len(request.tokens) + (len(output.token_ids) - 1 if request.sampling else 0),
+                "length": len(request.tokens) + (len(output.token_ids) - 1 if sampling else 0),
                 "captures": _wire(request.captures),
                 "run": request.run.document,
-                "entries": {"generation": _generation(output, self._text)} if request.sampling else {},
+                "entries": {GENERATION: generated(ended, output, sampling, has_text=self._text)} if sampling else {},
             }
 
-        output, answer = await self._execute(request, commit)
+        output, answer = await self._execute(request, commit, follower)
         return EngineResult(
             token_ids=list(output.token_ids) if request.sampling else [],
             text=output.text if request.sampling and self._text else None,
@@ -240,8 +243,10 @@ class Engine:
     def _text(self) -> bool:
         return not self._llm.vllm_config.model_config.skip_tokenizer_init
 
-    async def _execute(self, request: EngineRequest, verdict: Any) -> tuple[Any, dict[str, Any]]:
-        """Run a request in vLLM, then send its verdict; on any other way out its rows are dropped."""
+    async def _execute(
+        self, request: EngineRequest, verdict: Callable[[Any], dict[str, Any]], follower: Follower | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        """Run a request in vLLM, then send the verdict on its output; on any other way out its rows are dropped."""
         if not self.alive:
             raise gone()
         from vllm.inputs.engine import tokens_input
@@ -250,13 +255,18 @@ class Engine:
         tag = f"{request.job_id}#{next(self._numbers)}"
         prompt = tokens_input(request.tokens)  # of an edited run KV is shared by what `scheduling` puts into its keys
         decided = False
+        if follower is not None:
+            follower.ask = lambda: self._show_progress(tag, follower)
         try:
-            output = None
-            async for step in self._llm.generate(prompt, self._sampling(request, tag), tag):
+            step = output = None
+            chosen = self._sampling(request, tag, progress=follower is not None and follower.wanted)
+            async for step in self._llm.generate(prompt, chosen, tag):
                 output = step.outputs[0]
+                if follower is not None and output.finish_reason is None:
+                    follower.tell(output.token_ids, output.text)
             if output is None or output.finish_reason not in ("stop", "length"):
                 raise EngineFailed(f"vLLM ended the request with {output and output.finish_reason!r}")
-            answer = self._verdicts.send(tag, verdict(output))
+            answer = self._verdicts.send(tag, verdict(step))
             decided = True
             return output, await answer
         except EngineDeadError as error:
@@ -264,14 +274,29 @@ class Engine:
         except (EngineGenerateError, ValueError) as error:
             raise EngineFailed(f"vLLM refused the request: {error}") from error
         finally:
+            if follower is not None:
+                follower.ask = None
             if not decided:
                 self._verdicts.send(tag, {"op": "discard"}).add_done_callback(_ignore)
 
-    def _sampling(self, request: EngineRequest, tag: str) -> Any:
+    def _show_progress(self, tag: str, follower: Follower) -> None:
+        """Have vLLM say from now on what a running request has generated so far, and not at its end only."""
+        from vllm.sampling_params import RequestOutputKind
+
+        if self._llm is None or follower.ask is None:
+            return
+        processor = self._llm.output_processor
+        request_ids = processor.external_req_ids.get(tag, ())
+        for request_id in request_ids:
+            processor.request_states[request_id].output_kind = RequestOutputKind.CUMULATIVE
+        if not request_ids:  # still on its way into vLLM
+            asyncio.get_running_loop().call_later(0.02, self._show_progress, tag, follower)
+
+    def _sampling(self, request: EngineRequest, tag: str, *, progress: bool) -> Any:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        sampling = request.sampling or {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True}
+        sampling = request.sampling or GREEDY
         first = min(
             (
                 0 if site["prefix"] else start
@@ -281,18 +306,13 @@ class Engine:
             ),
             default=len(request.tokens),
         )
+        # cached positions are not run and yield no rows; the last prompt position is always run
+        whole = first < len(request.tokens) - 1 or "prompt_logprobs" in sampling
         return SamplingParams(
-            max_tokens=sampling["max_tokens"],
-            temperature=sampling["temperature"],
-            top_p=sampling.get("top_p", 1.0),
-            top_k=sampling.get("top_k", 0),
-            seed=sampling.get("seed"),
-            stop=sampling.get("stop") or None,
-            ignore_eos=sampling["ignore_eos"],
+            **parameters(sampling),
             detokenize=self._text and request.sampling is not None,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-            # cached positions are not run and yield no rows; the last prompt position is always run
-            skip_reading_prefix_cache=first < len(request.tokens) - 1,
+            output_kind=RequestOutputKind.CUMULATIVE if progress else RequestOutputKind.FINAL_ONLY,
+            skip_reading_prefix_cache=whole,
             extra_args={
                 SPEC: {
                     "tag": tag,
@@ -395,14 +415,6 @@ def _needs_tokens(captures: Sequence[CaptureGroup]) -> bool:
     """Whether a readout is about the tokens themselves; they would travel once more."""
     names = (name for group in captures for name in group.hooks if entries.is_readout(name))
     return any(entries.parse(name).op == "loss" for name in names)
-
-
-def _generation(output: Any, has_text: bool) -> dict[str, Any]:
-    return {
-        "token_ids": list(output.token_ids),
-        "text": output.text if has_text else None,
-        "finish_reason": output.finish_reason,
-    }
 
 
 def _ignore(future: asyncio.Future[dict[str, Any]]) -> None:

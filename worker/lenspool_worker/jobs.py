@@ -21,6 +21,7 @@ from lenspool_cache.codec import dtype_of
 from lenspool_cache.keys import array_digest
 from lenspool_cache.ranges import OpenRange
 from lenspool_worker.engine import CaptureGroup, Engine, EngineRequest
+from lenspool_worker.token_streams import TokenStreams
 
 BLOB_TTL = 300
 """Seconds for which rows wait in Redis for a client without access to the store."""
@@ -39,13 +40,23 @@ class JobRunner:
         The card that jobs are checked against.
     connection
         Redis, for arrays and rows of clients that cannot reach the store.
+    streams
+        Where tokens go that somebody waits for.
     """
 
-    def __init__(self, engine: Engine, store: Store, card: ModelCard, connection: redis.asyncio.Redis) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        store: Store,
+        card: ModelCard,
+        connection: redis.asyncio.Redis,
+        streams: TokenStreams,
+    ) -> None:
         self._engine = engine
         self._store = store
         self._card = card
         self._redis = connection
+        self._streams = streams
         self._shapes: dict[str, tuple[int, ...]] = {}
 
     async def __call__(self, document: dict[str, Any], job_id: str) -> dict[str, Any]:
@@ -95,7 +106,11 @@ class JobRunner:
             sampling=sampling,
             run=run,
         )
-        result = await self._engine.run(request)
+        if sampling is None:
+            result = await self._engine.run(request)
+        else:
+            with self._streams.following(job_id) as follower:
+                result = await self._engine.run(request, follower)
         return self._answer(
             result.computed_rows, max(total - result.computed_rows, 0), result.run_s, generated=sampling is not None
         )

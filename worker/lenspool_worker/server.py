@@ -28,6 +28,7 @@ from lenspool_worker.fingerprint import fingerprint
 from lenspool_worker.jobs import JobRunner
 from lenspool_worker.model_card import make_card, model_name, tokenizer_blob
 from lenspool_worker.pool_worker import PoolWorker
+from lenspool_worker.token_streams import TokenStreams
 
 log = logging.getLogger(__name__)
 
@@ -134,9 +135,10 @@ async def serve(settings: Settings, ready: Callable[[ModelCard], None], stop: as
         raise PoolUnavailable(f"no Redis at {settings.redis}: {error}") from error
     async with started(settings) as (engine, store, card, blob), redis.asyncio.Redis.from_url(settings.redis) as aredis:
         published = card.to_dict()
+        streams = TokenStreams(aredis, card.id)
         worker = PoolWorker(
             published,
-            JobRunner(engine, store, card, aredis),
+            JobRunner(engine, store, card, aredis, streams),
             connection=connection,
             max_in_flight=settings.max_in_flight,
         )
@@ -146,6 +148,7 @@ async def serve(settings: Settings, ready: Callable[[ModelCard], None], stop: as
             asyncio.create_task(_stop_when(stop, worker)),
             asyncio.create_task(_watch(engine, worker)),
             asyncio.create_task(_keep_stats(engine, published)),
+            asyncio.create_task(streams.watch()),
         ]
         announced = asyncio.create_task(_announce(aredis, card, ready))
         try:

@@ -90,6 +90,8 @@ def describe(config: Any) -> dict[str, Any]:
         "d_mlp": int(getattr(text, "intermediate_size", None) or 0),
         "vocab_size": int(model.get_vocab_size()),
         "max_model_len": int(model.max_model_len),
+        "max_logprobs": int(model.max_logprobs if model.max_logprobs >= 0 else model.get_vocab_size()),
+        "max_batched_tokens": int(config.scheduler_config.max_num_batched_tokens),
         "dtype": dtype_name(model.dtype),
         "numerics": {
             "engine": "vllm",
