@@ -16,6 +16,7 @@ from tests.e2e.conftest import counters, relative
 
 CLEAN = "When Mary and John went to the store, John gave a drink to"
 CORRUPT = "When Mary and John went to the store, Mary gave a drink to"
+STORY = "Once upon a time there was a"
 Function = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -149,10 +150,10 @@ async def test_steering_keeps_the_norm_and_projections_remove_it(client: Client)
 
 
 async def test_a_generation_is_steered_where_a_token_stands(client: Client) -> None:
-    plain = await client.generate(CLEAN, max_tokens=8, hooks="resid_post.9", ignore_eos=True)
+    plain = await client.generate(STORY, max_tokens=8, hooks="resid_post.9", ignore_eos=True)
     token = next(t for t in plain.token_ids[:-1] if t not in plain.prompt_token_ids)
     item = set_("resid_post.9", 0.25, where_token=token)
-    edited = await client.generate(CLEAN, max_tokens=8, hooks="resid_post.9", ignore_eos=True, interventions=item)
+    edited = await client.generate(STORY, max_tokens=8, hooks="resid_post.9", ignore_eos=True, interventions=item)
     ids = [*edited.prompt_token_ids, *edited.token_ids[:-1]]
     assert token in edited.token_ids[:-1]
     for row, at in zip(edited["resid_post.9"], ids, strict=True):
