@@ -173,8 +173,7 @@ async def test_rows_of_bfloat16_stay_bfloat16(pair: Pair) -> None:
 async def test_what_waits_fails_at_once_when_the_other_end_goes(pair: Pair) -> None:
     waiting = pair.verdicts.send("never#1", {"op": "discard"})
     await waiting
-    hanging: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-    pair.verdicts._waiting["hanging#2"] = hanging
+    hanging = pair.verdicts.send("hanging#2", {"op": "discard"}, ranks=[])
     pair.sink._socket.shutdown(2)
     with pytest.raises(EngineFailed) as raised:
         await asyncio.wait_for(hanging, 5)
