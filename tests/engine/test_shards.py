@@ -46,7 +46,7 @@ def test_edits_and_captures_of_a_shard_are_of_whole_rows() -> None:
         site = taps.site("here", 6, made[rank])
         job = JobRows("tag")
         value = torch.arange(100.0, 112.0)
-        taps.plan = StepPlan({site: [Slice(0, 2, 5, job)]}, {site: [EditSlice(1, 2, Edit("set", value=value), job)]})
+        taps.plan = StepPlan({site: [Slice(0, 2, 5, job)]}, {site: [EditSlice(1, 2, 0, Edit("set", value=value), job)]})
         for other, part in enumerate(parts):  # as the other processes do at the same time
             part[1] = value[other // 2 * 6 :][:6] if other != rank else part[1]
         mine = parts[rank]

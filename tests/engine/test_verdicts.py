@@ -206,7 +206,7 @@ async def two(tmp_path: Path) -> AsyncIterator[Two]:
             taps = Taps()
             taps.site(name, 4), taps.site(f"blocks.{rank}.hook_resid_mid", 4)
             instrument = Instrument(taps, torch.device("cpu"), place=Place(first=rank == 0, last=rank == 1))
-            instrument.store = opened
+            instrument.connect(opened)
             sink = await asyncio.to_thread(Sink, verdicts.path, instrument, opened, ended[rank].set, rank)
             stages.append(Pair(verdicts, instrument, taps, sink, opened))
         await verdicts.connected()
