@@ -139,7 +139,7 @@ async def test_hooks_are_those_of_one_process(spread: Asker, single: Answers) ->
     assert set(names) == {name for name in single[0][1] if "|" not in name} and len(names) == len(set(names))
     layers = [int(name.split(".")[1]) for name in names if name.startswith("blocks.")]
     assert layers == sorted(layers) and names[0] == "hook_embed" and names[-1] == "unembed.hook_out"
-    widths = {hook["name"]: hook["dims"] for hook in spread.engine.hooks}
+    widths = {hook["name"]: tuple(hook["dims"]) for hook in spread.engine.hooks}
     assert widths["blocks.2.attn.hook_z"] == (4, 32) and widths["blocks.2.attn.hook_k"] == (2, 32)
     assert widths["blocks.1.mlp.hook_post"] == (256,) and widths["blocks.0.attn.hook_result"] == (4, 128)
     reasons = spread.engine.refusals.values()
