@@ -28,12 +28,14 @@ from lenspool_cache.codec import dtype_of
 from lenspool_cache.ranges import OpenRange
 from lenspool_worker.generation import GREEDY, Follower, generated, parameters
 from lenspool_worker.instrument import SPEC
-from lenspool_worker.verdicts import Verdicts, gone
+from lenspool_worker.parallel import joined
+from lenspool_worker.verdicts import Verdicts, gone, wanted
 
 log = logging.getLogger(__name__)
 
 _CHECK_TOKENS = 8
 _COMPUTED_BYTES = 2**30
+_SHUTDOWN_S = 20.0
 _TOLERANCE = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 5e-2}
 """Relative L2 error that a sum of two tensors of a dtype may have in the check at boot."""
 
@@ -140,7 +142,8 @@ class Engine:
         await self._verdicts.open()
         self._llm = AsyncLLM.from_engine_args(arguments)
         self.info = describe(self._llm.vllm_config)
-        described = (await self._llm.collective_rpc("lenspool_describe"))[0]
+        self._verdicts.processes = self._llm.vllm_config.parallel_config.world_size
+        described = joined(await self._llm.collective_rpc("lenspool_describe"))
         if described["refusal"]:
             raise EngineFailed(described["refusal"])
         self.hooks, self.refusals = described["hooks"], described["refusals"]
@@ -191,7 +194,8 @@ class Engine:
             if llm.output_handler is not None:
                 llm.output_handler.cancel()  # or it would report the end as a failure
             llm.output_processor.propagate_error(EngineDeadError())
-            await asyncio.to_thread(llm.shutdown)
+            # vLLM kills what takes longer; the exit of its processes, one after the other, takes seconds of work
+            await asyncio.to_thread(llm.shutdown, _SHUTDOWN_S)
         await self._verdicts.close()  # last: the worker process takes it for the end of this one
 
     async def stats(self) -> dict[str, int]:
@@ -220,17 +224,23 @@ class Engine:
         self._check_request(request)
         began = time.monotonic()
 
+        several = self._verdicts.processes > 1
+        document: dict[str, Any] = {"op": "commit", "captures": _wire(request.captures), "run": request.run.document}
+
         def commit(ended: Any) -> dict[str, Any]:
             output, sampling = ended.outputs[0], request.sampling
-            return {
-                "op": "commit",
-                "length": len(request.tokens) + (len(output.token_ids) - 1 if sampling else 0),
-                "captures": _wire(request.captures),
-                "run": request.run.document,
-                "entries": {GENERATION: generated(ended, output, sampling, has_text=self._text)} if sampling else {},
-            }
+            document["length"] = len(request.tokens) + (len(output.token_ids) - 1 if sampling else 0)
+            document["entries"] = (
+                {GENERATION: generated(ended, output, sampling, has_text=self._text)} if sampling else {}
+            )
+            return {**document, "entries": {}} if several else document
 
         output, answer = await self._execute(request, commit, follower)
+        expected = sum(map(rg.count, wanted(document["captures"], document["length"]).values()))
+        if answer["rows"] != expected:
+            raise EngineFailed(f"{answer['rows']} of {expected} rows were stored")
+        if several and request.sampling:  # readers take it for the end: only when all processes have stored their rows
+            await self._verdicts.send(request.job_id, {**document, "op": "store"}, ranks=[0])
         return EngineResult(
             token_ids=list(output.token_ids) if request.sampling else [],
             text=output.text if request.sampling and self._text else None,

@@ -18,6 +18,12 @@ from lenspool_worker.model_card import has_tokenizer
 from lenspool_worker.taps import OPS, source_hash
 
 _RESERVED = {"model", "worker_cls", "scheduler_cls", "additional_config", "worker_extension_cls"}
+_TOKENS_SPREAD = (
+    "data_parallel_size",
+    "prefill_context_parallel_size",
+    "decode_context_parallel_size",
+    "enable_dbo",
+)
 _CPU_KV_BYTES = 512 * 2**20
 _MAX_MODEL_LEN = 8192
 
@@ -32,10 +38,10 @@ def engine_arguments(folder: Path, options: dict[str, Any]) -> AsyncEngineArgs:
     """
     if taken := _RESERVED & set(options):
         raise InvalidJob("engine", f"{sorted(taken)} belong to lenspool", "other vLLM engine arguments")
-    for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
-        if options.get(name, 1) != 1:
-            reason = f"got {options[name]!r}: rows of several ranks are not put together"
-            raise InvalidJob(f"engine.{name}", reason, "1")
+    for name in _TOKENS_SPREAD:
+        if options.get(name, 1) not in (1, False):
+            reason = f"got {options[name]!r}: the tokens of a step would be spread over processes"
+            raise InvalidJob(f"engine.{name}", reason, "1; tensor_parallel_size and pipeline_parallel_size may be more")
     config = json.loads((folder / "config.json").read_text())
     chosen: dict[str, Any] = {"enforce_eager": True, "dtype": checkpoint_dtype(config), "seed": 0}
     longest = config.get("max_position_embeddings") or config.get("n_positions") or _MAX_MODEL_LEN
