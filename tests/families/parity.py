@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from lenspool.hooks import template
+from lenspool.vocabulary import BY_NAME
 from lenspool_cache import Run, Store
 from tests.families.checkpoints import CONFIGS, UNKNOWN, VOCABULARY, make
 from tests.families.inprocess import in_process
@@ -53,7 +54,7 @@ class Expected:
         self.vectors: dict[str, np.ndarray] = {}
         self.edited: dict[str, dict[str, np.ndarray]] = {}
         for hook in self.plain[0]:
-            if hook.endswith(("scale", "normalized", "scores", "pattern", "result", "unembed.hook_out")):
+            if not BY_NAME[template(hook)].editable:
                 continue
             if hook.startswith("blocks.") and not hook.startswith("blocks.1."):
                 continue

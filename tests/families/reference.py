@@ -142,7 +142,10 @@ class Reference:
 
             def route(_module: Any, _args: Any, out: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
                 self._take(f"{block}mlp.hook_router_logits", out[0])
-                return out[0], *self._route(out[0])
+                weights, indices = self._route(out[0])
+                self._take(f"{block}mlp.hook_expert_weights", weights)
+                self._take(f"{block}mlp.hook_expert_indices", indices)
+                return out[0], weights, indices
 
             router.register_forward_hook(route)
             return

@@ -18,6 +18,8 @@ from lenspool_worker.model_card import has_tokenizer
 from lenspool_worker.taps import OPS, source_hash
 
 _RESERVED = {"model", "worker_cls", "additional_config", "worker_extension_cls"}
+_ROUTING = ("vllm::moe_forward", "vllm::moe_forward_shared")
+"""vLLM's ops on GPUs in which experts are chosen, and so the tap of that stands."""
 _CPU_KV_BYTES = 512 * 2**20
 _MAX_MODEL_LEN = 8192
 
@@ -46,7 +48,7 @@ def engine_arguments(folder: Path, options: dict[str, Any]) -> AsyncEngineArgs:
     chosen |= options
     if not chosen["enforce_eager"] and current_platform.is_cuda() and "compilation_config" not in chosen:
         # Full CUDA graphs replay kernels only: the graph is cut at the taps, which then run as Python each time.
-        splitting = [*CompilationConfig._attention_ops, *OPS]
+        splitting = [*CompilationConfig._attention_ops, *OPS, *_ROUTING]
         chosen["compilation_config"] = CompilationConfig(
             cudagraph_mode=CUDAGraphMode.PIECEWISE, splitting_ops=splitting
         )
