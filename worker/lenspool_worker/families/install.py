@@ -331,7 +331,7 @@ class _Installer:
 
     def _choice(self, experts: Any) -> None:
         """The experts that are chosen, where vLLM chooses them outside the kernel."""
-        router = getattr(experts, "router", None)
+        router: Any = getattr(experts, "router", None)
         if not hasattr(router, "_compute_routing") or experts.routed_experts.quant_method.is_monolithic:
             for name in _CHOICE:
                 self._refuse(name, "experts are chosen inside a fused kernel")
