@@ -38,7 +38,7 @@ async def test_a_matched_edit_is_matched_to_the_whole_stream(engine: Asker, stor
     for hook in ("blocks.15.hook_resid_pre", "blocks.15.hook_resid_mid", "blocks.15.hook_resid_post"):
         plain = (await engine.capture(prompt, [hook]))[hook].astype(np.float64)
         norms = np.linalg.norm(plain, axis=1)
-        edit = {"hook": hook, "op": "steer", "coefficient": 0.5, "value": value, "ranges": [[0, None]]}
+        edit = {"hook": hook, "op": "steer", "coefficient": 0.5, "value": value, "ranges": [[0, len(prompt)]]}
         match = (await engine.capture(prompt, [hook], edits=[{**edit, "norm": "match"}]))[hook]
         moved = np.linalg.norm(match - plain, axis=1)
         assert np.abs(moved / (0.5 * norms) - 1).max() <= 1e-4
