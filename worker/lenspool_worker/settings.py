@@ -24,6 +24,8 @@ _TOKENS_SPREAD = (
     "decode_context_parallel_size",
     "enable_dbo",
 )
+_ROUTING = ("vllm::moe_forward", "vllm::moe_forward_shared")
+"""vLLM's ops on GPUs in which experts are chosen, and so the tap of that stands."""
 _CPU_KV_BYTES = 512 * 2**20
 _MAX_MODEL_LEN = 8192
 
@@ -52,7 +54,7 @@ def engine_arguments(folder: Path, options: dict[str, Any]) -> AsyncEngineArgs:
     chosen |= options
     if not chosen["enforce_eager"] and current_platform.is_cuda() and "compilation_config" not in chosen:
         # Full CUDA graphs replay kernels only: the graph is cut at the taps, which then run as Python each time.
-        splitting = [*CompilationConfig._attention_ops, *OPS]
+        splitting = [*CompilationConfig._attention_ops, *OPS, *_ROUTING]
         chosen["compilation_config"] = CompilationConfig(
             cudagraph_mode=CUDAGraphMode.PIECEWISE, splitting_ops=splitting
         )

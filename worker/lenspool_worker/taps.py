@@ -92,6 +92,23 @@ class Taps:
         for start, width, site in zip(starts, widths, sites, strict=False):  # there is one start more
             self._tap(site, whole[:, :, start : start + width], None)
 
+    def experts(self, weights: torch.Tensor, indices: torch.Tensor, weights_site: int, indices_site: int) -> None:
+        """Copy rows of the experts that a router has chosen, `[tokens, chosen]` each, by falling weight.
+
+        Routers give them in no order; what the kernel takes stays as it is.
+        """
+        sites = [weights_site, indices_site]
+        if self.plan is None or not any(site in self.plan.captures for site in sites):
+            return
+        try:
+            order = weights.argsort(dim=-1, descending=True, stable=True)
+            chosen = weights.gather(-1, order).float(), indices.gather(-1, order).int()
+        except Exception as error:
+            self._charge(sites, error)
+            return
+        for site, tensor in zip(sites, chosen, strict=True):
+            self._tap(site, tensor, None)
+
     def _charge(self, sites: Sequence[int], error: Exception) -> None:
         """Fail the jobs that want something at sites whose tensor is not laid out as expected."""
         assert self.plan is not None
@@ -168,10 +185,12 @@ _library = torch.library.Library("lenspool", "DEF")
 _library.define("tap(Tensor(a!) tensor, int site) -> ()")
 _library.define("tap_stream(Tensor(a!) hidden, Tensor(b!) residual, int site) -> ()")
 _library.define("tap_parts(Tensor(a!) tensor, int groups, int[] widths, int[] sites) -> ()")
+_library.define("tap_experts(Tensor(a!) weights, Tensor(b!) indices, int weights_site, int indices_site) -> ()")
 for _device in ("CPU", "CUDA"):
     _library.impl("tap", TAPS.plain, _device)
     _library.impl("tap_stream", TAPS.stream, _device)
     _library.impl("tap_parts", TAPS.parts, _device)
+    _library.impl("tap_experts", TAPS.experts, _device)
 
 
 @torch.library.register_fake("lenspool::tap", lib=_library)
@@ -189,10 +208,16 @@ def _fake_tap_parts(tensor: torch.Tensor, groups: int, widths: Sequence[int], si
     return None
 
 
-OPS = ("lenspool::tap", "lenspool::tap_stream", "lenspool::tap_parts")
+@torch.library.register_fake("lenspool::tap_experts", lib=_library)
+def _fake_tap_experts(weights: torch.Tensor, indices: torch.Tensor, weights_site: int, indices_site: int) -> None:
+    return None
+
+
+OPS = ("lenspool::tap", "lenspool::tap_stream", "lenspool::tap_parts", "lenspool::tap_experts")
 tap = torch.ops.lenspool.tap
 tap_stream = torch.ops.lenspool.tap_stream
 tap_parts = torch.ops.lenspool.tap_parts
+tap_experts = torch.ops.lenspool.tap_experts
 
 
 def source_hash() -> str:

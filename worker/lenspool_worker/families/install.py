@@ -26,6 +26,8 @@ _IN_ATTENTION = tuple(
 )
 _IN_MLP = tuple(f"mlp.hook_{part}" for part in ("pre", "pre_linear", "post"))
 
+_CHOICE = ("mlp.hook_expert_weights", "mlp.hook_expert_indices")
+
 
 @dataclass(frozen=True)
 class Site:
@@ -324,8 +326,10 @@ class _Installer:
             experts = getattr(self._config, "num_local_experts", None) or getattr(self._config, "num_experts", None)
             width = int(experts or block.router.weight.shape[0])
             hooking.after(block.router, self._site("mlp.hook_router_logits", width))
+            self._choice(block.experts)
         else:
-            self._refuse("mlp.hook_router_logits", "the MLP is not a mixture of experts")
+            for name in ("mlp.hook_router_logits", *_CHOICE):
+                self._refuse(name, "the MLP is not a mixture of experts")
         reason = None
         if block.router is not None:
             reason = "the experts' hidden layers exist only inside a fused kernel"
@@ -349,6 +353,17 @@ class _Installer:
             self._refuse("mlp.hook_pre_linear", "the MLP is not gated")
         _keep_bias(block.down)
         hooking.before(block.down, self._site("mlp.hook_post", width, shard=shard))
+
+    def _choice(self, experts: Any) -> None:
+        """The experts that are chosen, where vLLM chooses them outside the kernel."""
+        router: Any = getattr(experts, "router", None)
+        if not hasattr(router, "_compute_routing") or experts.routed_experts.quant_method.is_monolithic:
+            for name in _CHOICE:
+                self._refuse(name, "experts are chosen inside a fused kernel")
+            return
+        for name, dtype in zip(_CHOICE, ("float32", "int32"), strict=True):
+            self._serve(name, (int(router.top_k),), dtype=dtype)
+        hooking.after_routing(router, *(self._taps.site(self._block + name, int(router.top_k)) for name in _CHOICE))
 
     # -- bookkeeping
 
