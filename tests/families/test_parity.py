@@ -21,6 +21,9 @@ from tests.families.checkpoints import CONFIGS, UNKNOWN
 from tests.families.expected import HALF
 from tests.families.modes import MODES
 
+# all engines boot in one fixture, one after another
+pytestmark = pytest.mark.timeout(1800)
+
 TOLERANCE = 1e-5
 HALF_FACTOR, HALF_TOLERANCE = 2.0, 1e-2
 SAMPLE: dict[str, tuple[str, ...]] = {
