@@ -33,7 +33,8 @@ def compile_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest_asyncio.fixture(scope="module")
 async def compiled(tiny_llama: Path, store: Store, compile_cache: Path) -> AsyncIterator[Asker]:
-    async with booted(tiny_llama, store, kv_cache_memory_bytes=64 * 2**20, **OPTIONS) as asker:
+    small = {"block_size": 32, "num_gpu_blocks_override": 14}  # too small for the crowd: requests are preempted
+    async with booted(tiny_llama, store, kv_cache_memory_bytes=64 * 2**20, **small, **OPTIONS) as asker:
         assert asker.engine.info["numerics"]["mode"] == "compiled"
         yield asker
 
@@ -72,7 +73,7 @@ async def test_every_hook_of_a_crowd_is_right(compiled: Asker, tiny_oracle: Orac
 
 
 async def test_every_op_bites(compiled: Asker, store: Store, tiny_llama: Path) -> None:
-    """Each op at another hook, over prompt and generated positions, all in one batch."""
+    """Each op at another hook, over prompt and generated positions, all in one batch; some are preempted."""
     exact = Oracle(tiny_llama, torch.float64, inner=True)
     prompts, made = random_prompts(14)[2:], Cases(store, 5)
     hooks = [hook for hook in exact.hooks if hook.startswith(("blocks.1.", "hook_embed", "ln_final"))]
@@ -85,10 +86,12 @@ async def test_every_op_bites(compiled: Asker, store: Store, tiny_llama: Path) -
 
     async def one(prompt: list[int], case: Case) -> tuple[list[int], Rows]:
         after = ["blocks.1.hook_resid_post", "blocks.2.hook_resid_post", "ln_final.hook_out"]
-        result, rows = await compiled.generate(prompt, 4, sorted({case[0]["hook"], *after}), edits=[case[0]])
+        result, rows = await compiled.generate(prompt, 20, sorted({case[0]["hook"], *after}), edits=[case[0]])
         return result.token_ids, rows
 
+    before = await compiled.settled()
     answers = await asyncio.gather(*(one(*case) for case in cases))
+    assert (await compiled.settled())["preemptions"] > before["preemptions"]
     for (prompt, case), (tokens, rows) in zip(cases, answers, strict=True):
         check(prompt, tokens, rows, [case[1]], exact)
 
