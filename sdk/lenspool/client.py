@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar, Unpack
 
 import numpy as np
 
@@ -17,15 +17,17 @@ from lenspool import keys
 from lenspool.access import Access, Found, open_access
 from lenspool.card import HookInfo, ModelCard
 from lenspool.counts import job_counts
-from lenspool.errors import DeadlineExceeded, InvalidJob, UnknownModel
+from lenspool.errors import InvalidJob, UnknownModel
 from lenspool.hooks import resolve
 from lenspool.interventions import ArrayRef, Intervention, as_float32
 from lenspool.job import Request, prepare
-from lenspool.queue import JobQueue, JobTicket
+from lenspool.queue import JobQueue
 from lenspool.readouts import Readout
 from lenspool.result import Capture, Generation
 from lenspool.sampling import sampling_document
 from lenspool.staged import mean_norms, resolved
+from lenspool.terms import CallTerms, Terms, check_seconds
+from lenspool.ticket import answer_of
 from lenspool.tokenizer import Tokenizer, from_bytes
 from lenspool_cache import CacheError
 from lenspool_cache import ranges as rg
@@ -180,6 +182,7 @@ class Client:
         positions: Any = "all",
         interventions: Interventions = (),
         timeout: float | None = None,
+        **terms: Unpack[CallTerms],
     ) -> Capture:
         """Activations of a prompt.
 
@@ -196,6 +199,9 @@ class Client:
             Edits made during the run; captures show the edited values.
         timeout
             Seconds until `DeadlineExceeded`; None waits as long as the pool lives.
+        **terms
+            `lane="interactive"` or `"batch"`; `queue_timeout` and `run_timeout`, seconds that the job may wait, and
+            run. The error's `stage` says which limit it was.
 
         Returns
         -------
@@ -212,7 +218,7 @@ class Client:
         card, tokenizer, _ = await self._connect()
         interventions, norms = await resolved(self, prompt, interventions)
         request = prepare(card, tokenizer, prompt, hooks, positions, interventions, norms=norms)
-        return await self._answer(request, Capture, timeout)
+        return await self._answer(request, Capture, timeout, Terms(**terms))
 
     async def generate(
         self,
@@ -229,6 +235,7 @@ class Client:
         positions: Any = "all",
         interventions: Interventions = (),
         timeout: float | None = None,
+        **terms: Unpack[CallTerms],
     ) -> Generation:
         """Generate, with activations and edits in prefill and decode.
 
@@ -236,7 +243,7 @@ class Client:
 
         Parameters
         ----------
-        prompt, hooks, interventions, timeout
+        prompt, hooks, interventions, timeout, **terms
             As in `capture`.
         max_tokens, temperature, top_p, top_k, seed, stop, ignore_eos
             Sampling; `temperature=0` is greedy, `top_k=0` is off.
@@ -261,7 +268,7 @@ class Client:
             raise InvalidJob("stop", f"{card.name} was served without a tokenizer", "no stop strings")
         interventions, norms = await resolved(self, prompt, interventions)
         request = prepare(card, tokenizer, prompt, hooks, positions, interventions, sampling, norms)
-        return await self._answer(request, Generation, timeout)
+        return await self._answer(request, Generation, timeout, Terms(**terms))
 
     async def map(
         self,
@@ -275,12 +282,15 @@ class Client:
     ) -> AsyncIterator[Any]:
         """Capture many prompts, at most `concurrency` at a time; prompts are drawn as results are taken.
 
+        The jobs wait in the batch lane, unless `lane="interactive"` is given.
+
         Yields
         ------
         Capture
             In the order of the prompts, or as they finish when `ordered=False`. With `return_exceptions=True` an error
             takes its result's place, otherwise it is raised and the rest is cancelled.
         """
+        options.setdefault("lane", "batch")
         names = [hooks] if isinstance(hooks, (str, Readout)) else list(hooks)
         source, running = iter(prompts), list[asyncio.Task[Capture]]()
         try:
@@ -329,8 +339,9 @@ class Client:
             raise UnknownModel(self.model or "a model", sorted({card.name for card in cards}))
         raise InvalidJob("model", "several models fit" if self.model else "no model was named", _ids(fitting))
 
-    async def _answer(self, request: Request, result: type[ResultT], timeout: float | None) -> ResultT:
+    async def _answer(self, request: Request, result: type[ResultT], timeout: float | None, terms: Terms) -> ResultT:
         """Look in the store, run what is missing, and open the result."""
+        check_seconds("timeout", timeout)
         assert self._ready is not None
         _, tokenizer, access = self._ready
         found = await access.find(request, ran=False)
@@ -340,8 +351,8 @@ class Client:
             if found.complete:
                 break
             await asyncio.gather(*(access.put_array(digest, a) for digest, a in request.arrays.items()))
-            ticket = self._queue.submit(request.card.id, request.document(found.missing), fresh=attempt > 0)
-            job = await _wait(ticket, timeout)
+            ticket = self._queue.submit(request.card.id, request.document(found.missing), terms, fresh=attempt > 0)
+            job = await answer_of(ticket, timeout, terms.queue_timeout)
             found = await access.find(request, ran=True)
         if not found.complete:
             raise CacheError(f"the rows of {request.run} were computed {_ATTEMPTS} times, and are not in the store")
@@ -350,23 +361,6 @@ class Client:
 
 def _ids(cards: Iterable[ModelCard]) -> str:
     return ", ".join(card.id for card in cards)
-
-
-async def _wait(ticket: JobTicket, timeout: float | None) -> dict[str, Any]:
-    """Await a job; at the deadline say where it stood, and give it up."""
-    waiting = asyncio.ensure_future(ticket.result())
-    try:
-        done, _ = await asyncio.wait([waiting], timeout=timeout)
-        if not done:
-            stage = "run" if await ticket.status() == "started" else "queue"
-            raise DeadlineExceeded(stage, timeout or 0.0, job_id=ticket.id)
-        job = waiting.result()
-        # of a job that had finished before, nothing was computed for this call
-        return {**job, "computed_rows": 0, "run_s": 0.0, "generated": False} if ticket.reused else job
-    finally:
-        if not waiting.done():
-            waiting.cancel()
-            await asyncio.gather(waiting, return_exceptions=True)
 
 
 def _result(

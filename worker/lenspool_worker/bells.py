@@ -1,4 +1,4 @@
-"""What wakes a worker: jobs in its queue, and commands that rq sends to workers."""
+"""What wakes a worker: word of new jobs, and commands that rq sends to workers."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class Bells:
     ----------
     connection
         Client without a socket timeout.
-    queue_key, channel
-        The rq queue, and the pubsub channel of the worker's commands.
+    jobs, commands
+        Pubsub channels: word of new jobs, and rq's commands for this worker.
     work
-        Called when the queue has jobs, once for each `listen`.
+        Called when there may be new jobs. Word may be lost while Redis is away: who needs to know asks again.
     command
         Called with each command, a JSON object with `"command"`.
     """
@@ -37,56 +37,35 @@ class Bells:
     def __init__(
         self,
         connection: redis.asyncio.Redis,
-        queue_key: str,
-        channel: str,
+        jobs: str,
+        commands: str,
         *,
         work: Callable[[], None],
         command: Callable[[dict[str, Any]], None],
     ) -> None:
         self._redis: Any = connection  # redis-py types a command as either sync or async
-        self._queue_key = queue_key
-        self._channel = channel
+        self._jobs, self._commands = jobs, commands
         self._work, self._command = work, command
-        self._wanted = asyncio.Event()
 
-    def listen(self) -> None:
-        """Ring when the queue has jobs."""
-        self._wanted.set()
-
-    async def watch_queue(self) -> None:
-        """Ring for jobs, until cancelled.
-
-        `BLMOVE` from the head of a list to its own head takes nothing away, so it can be cancelled without loss.
-        """
-        key = self._queue_key
-        while True:
-            await self._wanted.wait()
-            try:
-                async with asyncio.timeout(_WAIT_S + _IO_S):
-                    found = await self._redis.blmove(key, key, _WAIT_S, "LEFT", "LEFT")
-            except _TROUBLE as error:
-                log.warning("waiting for jobs: %s", str(error)[:200] or type(error).__name__)
-                await asyncio.sleep(0.5)
-                continue
-            if found is not None:
-                self._wanted.clear()
-                self._work()
-
-    async def watch_commands(self) -> None:
-        """Pass commands on, until cancelled."""
+    async def listen(self) -> None:
+        """Ring, until cancelled."""
         while True:
             try:
                 async with self._redis.pubsub(ignore_subscribe_messages=True) as channel:
-                    await channel.subscribe(self._channel)
+                    await channel.subscribe(self._jobs, self._commands)
                     while True:
                         async with asyncio.timeout(_WAIT_S + _IO_S):
                             message = await channel.get_message(timeout=_WAIT_S)
                         if message is None:
                             await channel.ping()
-                        elif message["type"] == "message":
+                        elif message["type"] != "message":
+                            continue
+                        elif message["channel"].decode() == self._jobs:
+                            self._work()
+                        else:
                             self._pass_on(message["data"])
             except _TROUBLE as error:
-                log.warning("commands: %s", str(error)[:200] or type(error).__name__)
+                log.warning("no word of jobs and commands: %s", str(error)[:200] or type(error).__name__)
                 await asyncio.sleep(0.5)
 
     def _pass_on(self, data: bytes) -> None:
