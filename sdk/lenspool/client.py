@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self, TypeVar, Unpack
+from typing import Any, Literal, Self, TypeVar
 
 import numpy as np
 
@@ -18,15 +18,17 @@ from lenspool.access import Access, Found, open_access
 from lenspool.card import HookInfo, ModelCard
 from lenspool.counts import job_counts
 from lenspool.errors import InvalidJob, UnknownModel
+from lenspool.handle import Job, record_of
 from lenspool.hooks import resolve
 from lenspool.interventions import ArrayRef, Intervention, as_float32
 from lenspool.job import Request, prepare
+from lenspool.orders import Orders
 from lenspool.queue import JobQueue
 from lenspool.readouts import Readout
 from lenspool.result import Capture, Generation
 from lenspool.sampling import sampling_document
 from lenspool.staged import mean_norms, resolved
-from lenspool.terms import CallTerms, Terms, check_seconds
+from lenspool.terms import Lane, Terms, check_seconds
 from lenspool.ticket import answer_of
 from lenspool.tokenizer import Tokenizer, from_bytes
 from lenspool_cache import CacheError
@@ -82,6 +84,7 @@ class Client:
         self._store = os.environ.get("LENSPOOL_STORE") if store is None else store
         self._inline_limit = inline_limit
         self._queue = JobQueue(self.url, patience=patience)
+        self._orders = Orders(self._queue)
         self._ready: tuple[ModelCard, Tokenizer | None, Access] | None = None
         self._connecting = asyncio.Lock()
 
@@ -181,8 +184,10 @@ class Client:
         *,
         positions: Any = "all",
         interventions: Interventions = (),
+        lane: Lane = "interactive",
         timeout: float | None = None,
-        **terms: Unpack[CallTerms],
+        queue_timeout: float | None = None,
+        run_timeout: float | None = None,
     ) -> Capture:
         """Activations of a prompt.
 
@@ -197,11 +202,11 @@ class Client:
             `"all"`, `"last"`, an int, a list of ints, a slice; see `lenspool.positions`.
         interventions
             Edits made during the run; captures show the edited values.
-        timeout
-            Seconds until `DeadlineExceeded`; None waits as long as the pool lives.
-        **terms
-            `lane="interactive"` or `"batch"`; `queue_timeout` and `run_timeout`, seconds that the job may wait, and
-            run. The error's `stage` says which limit it was.
+        lane
+            `"batch"` for what takes its time: jobs in it let others pass.
+        timeout, queue_timeout, run_timeout
+            Seconds for everything, until the job is started, and for its run. Then `DeadlineExceeded`, whose `stage`
+            says where the job stood. None waits as long as the pool lives.
 
         Returns
         -------
@@ -215,10 +220,35 @@ class Client:
         PoolUnavailable, DeadlineExceeded, EngineFailed, WorkerLost, CacheError
             See `lenspool.errors`.
         """
+        request = await self._capture(prompt, hooks, positions, interventions)
+        return await self._answer(request, Capture, timeout, Terms(lane, queue_timeout, run_timeout))
+
+    async def submit_capture(
+        self,
+        prompt: Prompt,
+        hooks: Hooks,
+        *,
+        positions: Any = "all",
+        interventions: Interventions = (),
+        lane: Lane = "interactive",
+        queue_timeout: float | None = None,
+        run_timeout: float | None = None,
+    ) -> Job[Capture]:
+        """Like `capture`, without waiting: the job runs also when this process ends.
+
+        Raises
+        ------
+        InvalidJob, QueueFull, PoolUnavailable
+            Nothing was queued.
+        """
+        return await self._submit(
+            await self._capture(prompt, hooks, positions, interventions), Terms(lane, queue_timeout, run_timeout)
+        )
+
+    async def _capture(self, prompt: Prompt, hooks: Hooks, positions: Any, interventions: Interventions) -> Request:
         card, tokenizer, _ = await self._connect()
         interventions, norms = await resolved(self, prompt, interventions)
-        request = prepare(card, tokenizer, prompt, hooks, positions, interventions, norms=norms)
-        return await self._answer(request, Capture, timeout, Terms(**terms))
+        return prepare(card, tokenizer, prompt, hooks, positions, interventions, norms=norms)
 
     async def generate(
         self,
@@ -234,8 +264,10 @@ class Client:
         hooks: Hooks = (),
         positions: Any = "all",
         interventions: Interventions = (),
+        lane: Lane = "interactive",
         timeout: float | None = None,
-        **terms: Unpack[CallTerms],
+        queue_timeout: float | None = None,
+        run_timeout: float | None = None,
     ) -> Generation:
         """Generate, with activations and edits in prefill and decode.
 
@@ -243,7 +275,7 @@ class Client:
 
         Parameters
         ----------
-        prompt, hooks, interventions, timeout, **terms
+        prompt, hooks, interventions, lane, timeout, queue_timeout, run_timeout
             As in `capture`.
         max_tokens, temperature, top_p, top_k, seed, stop, ignore_eos
             Sampling; `temperature=0` is greedy, `top_k=0` is off.
@@ -254,7 +286,6 @@ class Client:
         -------
         Generation
         """
-        card, tokenizer, _ = await self._connect()
         sampling = sampling_document(
             max_tokens=max_tokens,
             temperature=temperature,
@@ -264,11 +295,34 @@ class Client:
             stop=stop,
             ignore_eos=ignore_eos,
         )
+        request = await self._generating(prompt, hooks, positions, interventions, sampling)
+        return await self._answer(request, Generation, timeout, Terms(lane, queue_timeout, run_timeout))
+
+    async def submit_generate(
+        self,
+        prompt: Prompt,
+        *,
+        hooks: Hooks = (),
+        positions: Any = "all",
+        interventions: Interventions = (),
+        lane: Lane = "interactive",
+        queue_timeout: float | None = None,
+        run_timeout: float | None = None,
+        **sampling: Any,
+    ) -> Job[Generation]:
+        """Like `generate`, without waiting: the job runs also when this process ends; see `submit_capture`."""
+        chosen = sampling_document(**sampling)
+        request = await self._generating(prompt, hooks, positions, interventions, chosen)
+        return await self._submit(request, Terms(lane, queue_timeout, run_timeout))
+
+    async def _generating(
+        self, prompt: Prompt, hooks: Hooks, positions: Any, interventions: Interventions, sampling: dict[str, Any]
+    ) -> Request:
+        card, tokenizer, _ = await self._connect()
         if sampling["stop"] and tokenizer is None:
             raise InvalidJob("stop", f"{card.name} was served without a tokenizer", "no stop strings")
         interventions, norms = await resolved(self, prompt, interventions)
-        request = prepare(card, tokenizer, prompt, hooks, positions, interventions, sampling, norms)
-        return await self._answer(request, Generation, timeout, Terms(**terms))
+        return prepare(card, tokenizer, prompt, hooks, positions, interventions, sampling, norms)
 
     async def map(
         self,
@@ -339,8 +393,40 @@ class Client:
             raise UnknownModel(self.model or "a model", sorted({card.name for card in cards}))
         raise InvalidJob("model", "several models fit" if self.model else "no model was named", _ids(fitting))
 
-    async def _answer(self, request: Request, result: type[ResultT], timeout: float | None, terms: Terms) -> ResultT:
-        """Look in the store, run what is missing, and open the result."""
+    def job(self, id: str) -> Job[Any]:
+        """The handle of a job that was submitted here or elsewhere, by its id."""
+        return Job(self, id)
+
+    async def _submit(self, request: Request, terms: Terms) -> Job[Any]:
+        """Queue the whole request as one job, unless the store has it."""
+        document = request.document(request.whole)
+        job_id = await self._orders.record(document, record_of(request))
+        if not await self._stored(request):
+            assert self._ready is not None
+            await asyncio.gather(*(self._ready[2].put_array(d, a) for d, a in request.arrays.items()))
+            await self._orders.place(request.card.id, document, terms)
+        return Job(self, job_id, request)
+
+    async def _stored(self, request: Request) -> bool:
+        """Whether the store has all of a request."""
+        return (await (await self._connect())[2].find(request, ran=False)).complete
+
+    async def _result_of(self, job_id: str, request: Request, timeout: float | None) -> Any:
+        """The result of a submitted job."""
+        if not await self._stored(request):
+            failure = await self._orders.failure(job_id)
+            if failure is not None:
+                raise failure
+        kind: Any = Capture if request.sampling is None else Generation
+        return await self._answer(request, kind, timeout, Terms("batch", follow=True), whole=True)
+
+    async def _answer(
+        self, request: Request, result: type[ResultT], timeout: float | None, terms: Terms, whole: bool = False
+    ) -> ResultT:
+        """Look in the store, run what is missing, and open the result.
+
+        With `whole` the job is the one that the whole request names, whatever the store has of it.
+        """
         check_seconds("timeout", timeout)
         assert self._ready is not None
         _, tokenizer, access = self._ready
@@ -351,7 +437,8 @@ class Client:
             if found.complete:
                 break
             await asyncio.gather(*(access.put_array(digest, a) for digest, a in request.arrays.items()))
-            ticket = self._queue.submit(request.card.id, request.document(found.missing), terms, fresh=attempt > 0)
+            document = request.document(request.whole if whole else found.missing)
+            ticket = self._queue.submit(request.card.id, document, terms, fresh=attempt > 0)
             job = await answer_of(ticket, timeout, terms.queue_timeout)
             found = await access.find(request, ran=True)
         if not found.complete:

@@ -15,6 +15,7 @@ KEPT = "kept"
 """Who waits for a job that is to run whether a client is there or not."""
 
 DONE_TTL = 3600
+REQUEST_TTL = 7 * 24 * 3600
 WAITERS_TTL = 24 * 3600
 
 
@@ -36,6 +37,11 @@ def array(digest: str) -> str:
 def blob(job_id: str) -> str:
     """Rows on their way to a client without access to the store."""
     return f"lenspool:blob:{job_id}"
+
+
+def request(job_id: str) -> str:
+    """The whole request of a submitted job, from which another process makes its handle."""
+    return f"lenspool:request:{job_id}"
 
 
 def done(client_id: str) -> str:

@@ -129,14 +129,12 @@ class JobQueue:
         del self._flights[flight.id]
         return self.link.send("cancel", flight) if flight.sent else None
 
-    async def status(self, flight: Flight) -> str:
+    async def status(self, job_id: str) -> str:
         """Status of a job in Redis, in the words of `JobTicket.status`."""
-        if not flight.sent:
-            return "queued"
         try:
             async with asyncio.timeout(2.0):
                 commands: Any = self.redis  # redis-py types a command as either sync or async
-                state = await commands.hget(JOB_PREFIX + flight.id, "status")
+                state = await commands.hget(JOB_PREFIX + job_id, "status")
         except NO_ANSWER:
             return "unknown"
         return _STATUS.get(state.decode(), "unknown") if state else "unknown"
@@ -191,6 +189,8 @@ class JobQueue:
 
 def _shorter(error: DeadlineExceeded, terms: Terms) -> bool:
     """Whether the limit that ended a job is shorter than these terms: it was another client's."""
+    if terms.follow:
+        return False
     if error.stage == "run":
         return error.seconds < run_timeout(terms.run_timeout)
     return terms.queue_timeout is None or error.seconds < terms.queue_timeout

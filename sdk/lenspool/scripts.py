@@ -5,7 +5,8 @@ from __future__ import annotations
 SUBMIT = """
 -- One job per id: join it, take its result, or (re)place it.
 -- KEYS = job, rq:queues, waiters, results, failed, canceled, finished, client's queue, ring, turn, limits, queued
--- ARGV = job id, waiter, fresh, waiters' ttl, lane, client, seconds in the queue (0: any), channel, field, value, ...
+-- ARGV = job id, waiter, fresh, waiters' ttl, lane, client, seconds in the queue (0: any, -1: as it is), channel,
+--        field, value, ...
 local id, lane, client, patience, mine = ARGV[1], ARGV[5], ARGV[6], tonumber(ARGV[7]), KEYS[8]
 local function wait_here()
   redis.call('HSET', KEYS[1], 'lane', lane, 'client', client, 'place', mine)
@@ -46,7 +47,7 @@ if (state == 'queued' or state == 'started') and redis.call('HEXISTS', KEYS[1], 
     local job = redis.call('HMGET', KEYS[1], 'place', 'lane', 'expires')
     if patience == 0 then
       redis.call('HDEL', KEYS[1], 'expires')
-    elseif job[3] and wait_until() > tonumber(job[3]) then
+    elseif patience > 0 and job[3] and wait_until() > tonumber(job[3]) then
       redis.call('HSET', KEYS[1], 'expires', wait_until(), 'queue_timeout', ARGV[7])
     end
     if sooner(job[1], job[2]) and redis.call('LREM', job[1], 1, id) == 1 then wait_here() end

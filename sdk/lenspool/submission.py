@@ -36,6 +36,7 @@ from lenspool_cache.keys import canonical_json
 
 log = logging.getLogger(__name__)
 
+QUEUE_PREFIX = JsonQueue.redis_queue_namespace_prefix
 JOB_PREFIX = JsonJob.redis_job_namespace_prefix
 RESULT_PREFIX = Result.get_key("")
 CHANNEL_PREFIX = PUBSUB_CHANNEL_TEMPLATE % ""
@@ -103,7 +104,7 @@ class Submissions:
             keys.WAITERS_TTL,
             terms.lane,
             self._client_id,
-            terms.queue_timeout or 0,
+            -1 if terms.follow else terms.queue_timeout or 0,
             keys.work(card_id),
         ]
         return touched, [*arguments, *_build_hset_args(job)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, TypedDict, get_args
+from typing import Literal, get_args
 
 from lenspool.errors import InvalidJob
 
@@ -24,11 +24,14 @@ class Terms:
         Where it waits.
     queue_timeout, run_timeout
         Seconds that it may wait, and run; None sets no limit of the caller's own.
+    follow
+        Take the job on the terms that it has: a limit of another caller is one of this caller, too.
     """
 
     lane: Lane = "interactive"
     queue_timeout: float | None = None
     run_timeout: float | None = None
+    follow: bool = False
 
     def __post_init__(self) -> None:
         if self.lane not in LANES:
@@ -42,15 +45,8 @@ class Terms:
             "interactive" if "interactive" in (self.lane, other.lane) else "batch",
             _longer(self.queue_timeout, other.queue_timeout),
             _longer(self.run_timeout, other.run_timeout),
+            self.follow and other.follow,
         )
-
-
-class CallTerms(TypedDict, total=False):
-    """`Terms` as keyword arguments of a call."""
-
-    lane: Lane
-    queue_timeout: float | None
-    run_timeout: float | None
 
 
 def check_seconds(name: str, value: float | None) -> None:

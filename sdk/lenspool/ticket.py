@@ -103,7 +103,7 @@ class JobTicket:
             if error is None:
                 return "finished"
             return "cancelled" if isinstance(from_wire(error), JobCancelled) else "failed"
-        return await self._queue.status(self._flight)
+        return await self._queue.status(self.id) if self._flight.sent else "queued"
 
     async def cancel(self) -> None:
         """Give the ticket up; returns when Redis knows, or cannot be reached."""
