@@ -153,6 +153,7 @@ class PoolWorker(BaseWorker):
             stall_limit=self.lease if stall_limit is None else stall_limit,
         )
         self._alone = False
+        self._holds: set[str] = set()
         self._stopping = asyncio.Event()
         self.counters = dict.fromkeys(("claimed", "committed", "failed", "fenced", "requeued"), 0)
 
@@ -209,6 +210,15 @@ class PoolWorker(BaseWorker):
         self._stopping.set()
         self._runs.changed.set()
 
+    def hold(self, reason: str) -> None:
+        """Take no jobs until every reason is released."""
+        self._holds.add(reason)
+
+    def release(self, reason: str) -> None:
+        """Take jobs again, unless there is another reason not to."""
+        self._holds.discard(reason)
+        self._runs.changed.set()
+
     def _enter(self) -> None:
         self._set_ip_address(self.connection)
         self.register_birth()
@@ -251,7 +261,8 @@ class PoolWorker(BaseWorker):
             if wait <= 0:
                 wait = self._beat_s
                 free = self._max_in_flight - runs.running
-                if free > 0 and not self._alone and runs.uncommitted < 2 * self._max_in_flight:
+                held = self._holds or self._alone or runs.uncommitted >= 2 * self._max_in_flight
+                if free > 0 and not held:
                     try:
                         if await self._take(free):
                             continue

@@ -12,6 +12,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
@@ -28,6 +29,7 @@ from lenspool_worker.fingerprint import fingerprint
 from lenspool_worker.jobs import JobRunner
 from lenspool_worker.model_card import make_card, model_name, tokenizer_blob
 from lenspool_worker.pool_worker import PoolWorker
+from lenspool_worker.supervisor import Supervisor
 
 log = logging.getLogger(__name__)
 
@@ -121,7 +123,7 @@ async def serve(settings: Settings, ready: Callable[[ModelCard], None], stop: as
     Raises
     ------
     EngineFailed
-        The engine did not start, or died while serving.
+        The engine did not start, or died too often while serving.
     PoolUnavailable
         Redis cannot be reached, or is open to strangers.
     """
@@ -140,22 +142,25 @@ async def serve(settings: Settings, ready: Callable[[ModelCard], None], stop: as
             connection=connection,
             max_in_flight=settings.max_in_flight,
         )
+        supervisor = Supervisor(engine, worker, partial(_same, settings, card))
+        supervising = asyncio.create_task(supervisor.run())
+        supervising.add_done_callback(lambda _: worker.stop())
         await _publish_tokenizer(aredis, card, blob)
         helpers = [
             asyncio.create_task(_keep_tokenizer(aredis, card, blob)),
             asyncio.create_task(_stop_when(stop, worker)),
-            asyncio.create_task(_watch(engine, worker)),
-            asyncio.create_task(_keep_stats(engine, published)),
+            asyncio.create_task(_keep_stats(engine, supervisor, worker, published)),
         ]
         announced = asyncio.create_task(_announce(aredis, card, ready))
         try:
             await worker.serve(signals=True)
         finally:
-            for task in (*helpers, announced):
+            gave_up = supervising.done()
+            for task in (*helpers, announced, supervising):
                 task.cancel()
-            await asyncio.gather(*helpers, announced, return_exceptions=True)
-        if not engine.alive:
-            raise EngineFailed("the engine died; the worker's jobs went back to the queue")
+            await asyncio.gather(*helpers, announced, supervising, return_exceptions=True)
+        if gave_up:
+            supervising.result()
 
 
 async def _publish_tokenizer(connection: redis.asyncio.Redis, card: ModelCard, blob: bytes | None) -> None:
@@ -172,10 +177,30 @@ async def _keep_tokenizer(connection: redis.asyncio.Redis, card: ModelCard, blob
             log.warning("tokenizer not published, next try in %g s: %s", _REFRESH, error)
 
 
-async def _keep_stats(engine: Engine, published: dict[str, Any]) -> None:
-    """Write the engine's counters into the card, which the next heartbeat publishes."""
+async def _same(settings: Settings, card: ModelCard) -> bool:
+    """Whether the model's files are those of the card."""
+    try:
+        return await asyncio.to_thread(fingerprint, model_folder(settings.model)) == card.context["model"]
+    except OSError:
+        return False
+
+
+async def _keep_stats(engine: Engine, supervisor: Supervisor, worker: PoolWorker, published: dict[str, Any]) -> None:
+    """Write counters into the card, which the next heartbeat publishes."""
+    counts: dict[str, Any] = {}
     while True:
-        published["stats"] = {**await engine.stats(), "time": time.time()}
+        try:
+            counts = await engine.stats()
+            state = "serving"
+        except EngineFailed:
+            state = "restarting"
+        published["stats"] = {
+            **counts,
+            **worker.stats,
+            "state": state,
+            "restarts": supervisor.restarts,
+            "time": time.time(),
+        }
         await asyncio.sleep(_STATS_EVERY)
 
 
@@ -188,11 +213,4 @@ async def _announce(connection: redis.asyncio.Redis, card: ModelCard, ready: Cal
 
 async def _stop_when(stop: asyncio.Event, worker: PoolWorker) -> None:
     await stop.wait()
-    worker.stop()
-
-
-async def _watch(engine: Engine, worker: PoolWorker) -> None:
-    while engine.alive:
-        await asyncio.sleep(0.5)
-    log.error("the engine died")
     worker.stop()

@@ -1,0 +1,77 @@
+"""An engine that dies: the worker keeps its place, and nobody's job is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from lenspool import Client
+from lenspool.broker import Broker
+from tests.e2e.test_life import broker, group_gone, served, tiny, worker  # noqa: F401
+
+
+def children(pid: int, name: str) -> list[psutil.Process]:
+    """vLLM's processes of a worker, by the title that they give themselves."""
+    found = []
+    for process in psutil.Process(pid).children(recursive=True):
+        try:
+            if name in " ".join(process.cmdline()):
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+async def counters(client: Client) -> dict[str, Any]:
+    (row,) = await client.status()
+    (entry,) = row["workers"]
+    return entry
+
+
+async def test_dead_engine_is_restarted_and_a_hopeless_one_given_up(
+    tiny: Path,  # noqa: F811
+    broker: Broker,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    model = tmp_path / "Tiny_Llama"
+    shutil.copytree(tiny, model)
+    async with Client(broker.url, store=tmp_path / "store") as client:
+        with worker(model, broker.url, tmp_path / "store") as process:
+            await served(client)
+            jobs = [
+                asyncio.create_task(client.generate([5, i], max_tokens=300, ignore_eos=True, hooks="resid_post.1"))
+                for i in range(40)
+            ]
+            while not (await counters(client)).get("live"):
+                await asyncio.sleep(0.1)
+            (child,) = children(process.pid, "VLLM::Worker")
+            child.kill()
+            states = set()
+            async with asyncio.timeout(200):
+                while not all(job.done() for job in jobs):
+                    states.add((await counters(client))["state"])  # the card is there all the time
+                    await asyncio.sleep(0.2)
+            for i, generation in enumerate([job.result() for job in jobs]):
+                assert generation.prompt_token_ids == [5, i] and len(generation.token_ids) == 300
+                assert generation["resid_post.1"].shape == (301, 64)
+            assert states == {"serving", "restarting"}
+            after = await counters(client)
+            assert (after["restarts"], after["requeued"] > 0, after["fenced"], process.poll()) == (1, True, 0, None)
+
+            # now it cannot come back
+            (model / "config.json").unlink()
+            job = await client.submit_generate([9, 9], max_tokens=400, ignore_eos=True)
+            while await job.status() != "started":
+                await asyncio.sleep(0.02)
+            (core,) = children(process.pid, "VLLM::EngineCore")
+            os.kill(core.pid, signal.SIGKILL)
+            assert await asyncio.to_thread(process.wait, 90) == 1
+            assert await job.status() == "queued"
+            await group_gone(process.pid)
+            assert await client.status() == []
