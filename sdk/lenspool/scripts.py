@@ -4,9 +4,9 @@ from __future__ import annotations
 
 SUBMIT = """
 -- One job per id: join it, take its result, or (re)place it.
--- KEYS = job, rq:queues, waiters, results, failed, canceled, finished, client's queue, ring, turn, limits, queued
+-- KEYS = job, rq:queues, waiters, results, failed, canceled, finished, client's queue, ring, turn, queued
 -- ARGV = job id, waiter, fresh, waiters' ttl, lane, client, seconds in the queue (0: any, -1: as it is), channel,
---        field, value, ...
+--        limits (a key that clients may only read, and so none of KEYS), field, value, ...
 local id, lane, client, patience, mine = ARGV[1], ARGV[5], ARGV[6], tonumber(ARGV[7]), KEYS[8]
 local function wait_here()
   redis.call('HSET', KEYS[1], 'lane', lane, 'client', client, 'place', mine)
@@ -27,14 +27,14 @@ local function sooner(place, other)
   return position and position > length
 end
 local function full()
-  local limits = redis.call('HMGET', KEYS[11], 'client', 'model')
+  local limits = redis.call('HMGET', ARGV[9], 'client', 'model')
   local most = tonumber(limits[1]) or 1 / 0
   if redis.call('LLEN', mine) >= most then return {'full', most, 'client'} end
   most = tonumber(limits[2]) or 1 / 0
-  if tonumber(redis.call('GET', KEYS[12]) or 0) < most then return false end
+  if tonumber(redis.call('GET', KEYS[11]) or 0) < most then return false end
   local queued = 0
   for _, queue in ipairs(redis.call('ZRANGE', KEYS[9], 0, -1)) do queued = queued + redis.call('LLEN', queue) end
-  redis.call('SET', KEYS[12], queued, 'EX', ARGV[4])
+  redis.call('SET', KEYS[11], queued, 'EX', ARGV[4])
   return queued >= most and {'full', most, 'model'}
 end
 local state = redis.pcall('HGET', KEYS[1], 'status')
@@ -65,12 +65,12 @@ if redis.call('EXISTS', KEYS[1], KEYS[4]) > 0 then
   for i = 5, 7 do redis.call('ZREM', KEYS[i], id) end
 end
 -- the first write of a new job: a full Redis refuses a script only here
-redis.call('HSET', KEYS[1], unpack(ARGV, 9))
+redis.call('HSET', KEYS[1], unpack(ARGV, 10))
 if patience > 0 then redis.call('HSET', KEYS[1], 'expires', wait_until(), 'queue_timeout', ARGV[7]) end
 redis.call('SADD', KEYS[3], ARGV[2])
 redis.call('EXPIRE', KEYS[3], ARGV[4])
-redis.call('INCR', KEYS[12])
-redis.call('EXPIRE', KEYS[12], ARGV[4])
+redis.call('INCR', KEYS[11])
+redis.call('EXPIRE', KEYS[11], ARGV[4])
 wait_here()
 return {'new'}
 """

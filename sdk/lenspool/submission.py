@@ -94,7 +94,6 @@ class Submissions:
             queue.redis_queue_namespace_prefix + keys.lane_name(card_id, terms.lane, self._client_id),
             keys.ring(card_id),
             keys.turn(card_id),
-            keys.limits(card_id),
             keys.queued(card_id),
         ]
         arguments = [
@@ -106,6 +105,7 @@ class Submissions:
             self._client_id,
             -1 if terms.follow else terms.queue_timeout or 0,
             keys.work(card_id),
+            keys.limits(card_id),
         ]
         return touched, [*arguments, *_build_hset_args(job)]
 

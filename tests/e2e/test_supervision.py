@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import shutil
 import signal
+import urllib.request
 from pathlib import Path
 from typing import Any
 
 import psutil
+from prometheus_client.parser import text_string_to_metric_families
 
-from lenspool import Client
+from lenspool import Client, keys
 from lenspool.broker import Broker
 from tests.e2e.test_life import broker, group_gone, served, tiny, worker  # noqa: F401
 
@@ -34,6 +37,17 @@ async def counters(client: Client) -> dict[str, Any]:
     return entry
 
 
+async def cards(client: Client) -> list[bytes]:
+    names = await client._queue.redis.zrange(keys.CARDS, 0, -1)
+    return await client._queue.redis.mget([keys.card(name.decode()) for name in names])
+
+
+def scraped(port: int) -> dict[str, float]:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        families = text_string_to_metric_families(answer.read().decode())
+        return {sample.name: sample.value for family in families for sample in family.samples}
+
+
 async def test_dead_engine_is_restarted_and_a_hopeless_one_given_up(
     tiny: Path,  # noqa: F811
     broker: Broker,  # noqa: F811
@@ -42,7 +56,7 @@ async def test_dead_engine_is_restarted_and_a_hopeless_one_given_up(
     model = tmp_path / "Tiny_Llama"
     shutil.copytree(tiny, model)
     async with Client(broker.url, store=tmp_path / "store") as client:
-        with worker(model, broker.url, tmp_path / "store") as process:
+        with worker(model, broker.url, tmp_path / "store", "--metrics-port", "0") as process:
             await served(client)
             jobs = [
                 asyncio.create_task(client.generate([5, i], max_tokens=300, ignore_eos=True, hooks="resid_post.1"))
@@ -63,6 +77,11 @@ async def test_dead_engine_is_restarted_and_a_hopeless_one_given_up(
             assert states == {"serving", "restarting"}
             after = await counters(client)
             assert (after["restarts"], after["requeued"] > 0, after["fenced"], process.poll()) == (1, True, 0, None)
+
+            (published,) = [json.loads(raw) for raw in await cards(client)]
+            metrics = await asyncio.to_thread(scraped, published["metrics_port"])
+            assert metrics["lenspool_restarts_total"] == 1 and metrics["lenspool_serving"] == 1
+            assert metrics["lenspool_committed_total"] >= 40 and metrics["lenspool_tokens_total"] > 0
 
             # now it cannot come back
             (model / "config.json").unlink()

@@ -39,6 +39,11 @@ class JobRunner:
         The card that jobs are checked against.
     connection
         Redis, for arrays and rows of clients that cannot reach the store.
+
+    Attributes
+    ----------
+    rows
+        `computed_rows` and `reused_rows` of all jobs so far.
     """
 
     def __init__(self, engine: Engine, store: Store, card: ModelCard, connection: redis.asyncio.Redis) -> None:
@@ -46,6 +51,7 @@ class JobRunner:
         self._store = store
         self._card = card
         self._redis = connection
+        self.rows = {"computed_rows": 0, "reused_rows": 0}
         self._shapes: dict[str, tuple[int, ...]] = {}
 
     async def __call__(self, document: dict[str, Any], job_id: str) -> dict[str, Any]:
@@ -101,6 +107,8 @@ class JobRunner:
         )
 
     def _answer(self, computed: int, reused: int, run_s: float, *, generated: bool) -> dict[str, Any]:
+        self.rows["computed_rows"] += computed
+        self.rows["reused_rows"] += reused
         return {
             "v": 1,
             "computed_rows": computed,

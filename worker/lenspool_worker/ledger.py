@@ -23,7 +23,7 @@ from rq.utils import as_text, now, utcformat
 from rq.worker.base import WorkerStatus
 
 from lenspool import keys, scripts
-from lenspool.errors import DeadlineExceeded, InvalidJob, to_wire
+from lenspool.errors import DeadlineExceeded, InvalidJob, from_wire, to_wire
 from lenspool.rq_json import (
     FAILURE_TTL,
     MAX_DOCUMENT_BYTES,
@@ -209,6 +209,7 @@ class Ledger:
     def bury(self, pipeline: Pipeline, job_id: str, error: Exception) -> None:
         """Fail a job that rq's code cannot handle, and tell its waiters."""
         self._worker.counters["failed"] += 1
+        self._worker.failures[type(error).__name__] += 1
         wire = to_wire(InvalidJob("job", "is not readable") if isinstance(error, UnreadableJob) else error)
         key = JsonJob.key_for(job_id)
         pipeline.hset(key, mapping={"status": JobStatus.FAILED.value, "ended_at": utcformat(now())})
@@ -246,7 +247,9 @@ class Ledger:
             stats["fenced"] += len(fenced)
         for entry in mine:
             stats["requeued" if entry.end in ("requeued", "retried") else "committed"] += 1
-            stats["failed"] += entry.end == "failed"
+            if entry.end == "failed":
+                stats["failed"] += 1
+                self._worker.failures[type(from_wire(entry.error)).__name__] += 1
 
     def _fence(self, batch: list[Entry]) -> list[Entry]:
         """The entries that are still this worker's.

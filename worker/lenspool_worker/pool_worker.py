@@ -91,6 +91,8 @@ class PoolWorker(BaseWorker):
     ----------
     counters
         `claimed`, `committed`, `failed`, `fenced` and `requeued` jobs since the start.
+    failures
+        The failed ones by the name of their error.
     """
 
     job_class = JsonJob
@@ -155,12 +157,13 @@ class PoolWorker(BaseWorker):
         self._alone = False
         self._holds: set[str] = set()
         self._stopping = asyncio.Event()
+        self.failures: Counter[str] = Counter()
         self.counters = dict.fromkeys(("claimed", "committed", "failed", "fenced", "requeued"), 0)
 
     @property
-    def stats(self) -> dict[str, int]:
-        """The counters, and `in_flight`."""
-        return {**self.counters, "in_flight": len(self._runs)}
+    def stats(self) -> dict[str, Any]:
+        """The counters, `in_flight`, and `failures` by the name of the error."""
+        return {**self.counters, "in_flight": len(self._runs), "failures": dict(self.failures)}
 
     # -- life
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import logging
 import os
 import socket
@@ -15,7 +14,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlparse
 
 import redis
 import redis.asyncio
@@ -26,7 +24,10 @@ from lenspool.errors import EngineFailed, PoolUnavailable
 from lenspool_cache import Store
 from lenspool_worker.engine import Engine
 from lenspool_worker.fingerprint import fingerprint
+from lenspool_worker.guard import refuse_open_redis
 from lenspool_worker.jobs import JobRunner
+from lenspool_worker.leases import QueueLimits
+from lenspool_worker.metrics import endpoint
 from lenspool_worker.model_card import make_card, model_name, tokenizer_blob
 from lenspool_worker.pool_worker import PoolWorker
 from lenspool_worker.supervisor import Supervisor
@@ -50,7 +51,13 @@ class Settings:
     engine
         Arguments of vLLM's `AsyncEngineArgs`, e.g. `{"max_num_batched_tokens": 64}`.
     insecure
-        Accept a Redis on another machine without password and TLS.
+        Accept a Redis on another machine that asks no password.
+    per_client
+        Jobs of one client in this worker at a time.
+    limits
+        Most jobs that may wait.
+    metrics
+        Port of the Prometheus endpoint, on loopback; None opens none, 0 any free one.
     """
 
     model: str
@@ -60,24 +67,9 @@ class Settings:
     engine: dict[str, Any] = field(default_factory=dict)
     max_in_flight: int = 256
     insecure: bool = False
-
-
-def refuse_open_redis(url: str) -> None:
-    """Refuse a Redis that anyone on the network could write jobs into.
-
-    Raises
-    ------
-    PoolUnavailable
-        The server is on another machine and the URL has no password.
-    """
-    parts = urlparse(url)
-    if parts.scheme == "unix" or parts.password or not parts.hostname:
-        return
-    with contextlib.suppress(ValueError):
-        if ipaddress.ip_address(parts.hostname).is_loopback:
-            return
-    if parts.hostname != "localhost":
-        raise PoolUnavailable(f"{parts.hostname} is a Redis without a password on another machine (allow: --insecure)")
+    per_client: int | None = None
+    limits: QueueLimits = field(default_factory=QueueLimits)
+    metrics: int | None = None
 
 
 def model_folder(model: str) -> Path:
@@ -128,7 +120,7 @@ async def serve(settings: Settings, ready: Callable[[ModelCard], None], stop: as
         Redis cannot be reached, or is open to strangers.
     """
     if not settings.insecure:
-        refuse_open_redis(settings.redis)
+        await asyncio.to_thread(refuse_open_redis, settings.redis)
     connection = redis.Redis.from_url(settings.redis)
     try:
         await asyncio.to_thread(connection.ping)
@@ -136,11 +128,14 @@ async def serve(settings: Settings, ready: Callable[[ModelCard], None], stop: as
         raise PoolUnavailable(f"no Redis at {settings.redis}: {error}") from error
     async with started(settings) as (engine, store, card, blob), redis.asyncio.Redis.from_url(settings.redis) as aredis:
         published = card.to_dict()
+        runner = JobRunner(engine, store, card, aredis)
         worker = PoolWorker(
             published,
-            JobRunner(engine, store, card, aredis),
+            runner,
             connection=connection,
             max_in_flight=settings.max_in_flight,
+            per_client=settings.per_client,
+            limits=settings.limits,
         )
         supervisor = Supervisor(engine, worker, partial(_same, settings, card))
         supervising = asyncio.create_task(supervisor.run())
@@ -149,11 +144,13 @@ async def serve(settings: Settings, ready: Callable[[ModelCard], None], stop: as
         helpers = [
             asyncio.create_task(_keep_tokenizer(aredis, card, blob)),
             asyncio.create_task(_stop_when(stop, worker)),
-            asyncio.create_task(_keep_stats(engine, supervisor, worker, published)),
+            asyncio.create_task(_keep_stats(engine, supervisor, worker, runner, published)),
         ]
         announced = asyncio.create_task(_announce(aredis, card, ready))
         try:
-            await worker.serve(signals=True)
+            with endpoint(published, settings.metrics) as port:
+                published["metrics_port"] = port
+                await worker.serve(signals=True)
         finally:
             gave_up = supervising.done()
             for task in (*helpers, announced, supervising):
@@ -185,10 +182,13 @@ async def _same(settings: Settings, card: ModelCard) -> bool:
         return False
 
 
-async def _keep_stats(engine: Engine, supervisor: Supervisor, worker: PoolWorker, published: dict[str, Any]) -> None:
+async def _keep_stats(
+    engine: Engine, supervisor: Supervisor, worker: PoolWorker, runner: JobRunner, published: dict[str, Any]
+) -> None:
     """Write counters into the card, which the next heartbeat publishes."""
     counts: dict[str, Any] = {}
     while True:
+        before, since = counts, published.get("stats", {}).get("time", 0.0)
         try:
             counts = await engine.stats()
             state = "serving"
@@ -197,11 +197,19 @@ async def _keep_stats(engine: Engine, supervisor: Supervisor, worker: PoolWorker
         published["stats"] = {
             **counts,
             **worker.stats,
+            **runner.rows,
+            **_rates(before, counts, time.time() - since),
             "state": state,
             "restarts": supervisor.restarts,
             "time": time.time(),
         }
         await asyncio.sleep(_STATS_EVERY)
+
+
+def _rates(before: dict[str, Any], now: dict[str, Any], seconds: float) -> dict[str, float]:
+    """Tokens per second and per step between two readings of the engine's counters."""
+    tokens, steps = (max(now.get(name, 0) - before.get(name, 0), 0) for name in ("tokens", "steps"))
+    return {"tokens_per_s": round(tokens / seconds, 1), "batch_tokens": round(tokens / steps, 1) if steps else 0.0}
 
 
 async def _announce(connection: redis.asyncio.Redis, card: ModelCard, ready: Callable[[ModelCard], None]) -> None:
