@@ -205,3 +205,13 @@ def _clipped(interventions: list[dict[str, Any]], length: int) -> list[dict[str,
         if ranges:
             out.append({**item, "ranges": [list(r) for r in ranges]})
     return out
+
+
+def run(document: dict[str, Any]) -> dict[str, Any]:
+    """The function that a job names, for a stock `rq worker -S rq.serializers.JSONSerializer`; see `single`."""
+    from rq import get_current_job
+
+    from lenspool_worker.single import run_single  # it stands on this module
+
+    job = get_current_job()
+    return asyncio.run(run_single(document, job.id if job is not None else "single"))
