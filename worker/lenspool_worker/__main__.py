@@ -31,6 +31,7 @@ PerClient = Annotated[int | None, typer.Option("--per-client", min=1, help="Of t
 ClientQueue = Annotated[int, typer.Option("--client-queue", min=1, help="Jobs of one client that may wait in a lane.")]
 ModelQueue = Annotated[int, typer.Option("--model-queue", min=1, help="Jobs of the model that may wait.")]
 Metrics = Annotated[int | None, typer.Option("--metrics-port", help="Serve Prometheus metrics on this local port.")]
+HeldBytes = Annotated[int | None, typer.Option("--held-bytes", min=1, help="Bytes of rows of jobs in flight.")]
 Insecure = Annotated[bool, typer.Option("--insecure", help="Accept a remote Redis without a password.")]
 ReadyFd = Annotated[int | None, typer.Option(hidden=True, help="Write one JSON line here when ready.")]
 FollowParent = Annotated[bool, typer.Option("--follow-parent", hidden=True, help="Stop when stdin is closed.")]
@@ -57,6 +58,7 @@ def worker(
     client_queue: ClientQueue = 200_000,
     model_queue: ModelQueue = 1_000_000,
     metrics_port: Metrics = None,
+    held_bytes: HeldBytes = None,
 ) -> None:
     """Serve a model to a pool whose Redis runs already."""
     from lenspool_worker.leases import QueueLimits
@@ -66,6 +68,7 @@ def worker(
         per_client=per_client,
         limits=QueueLimits(client_queue, model_queue),
         metrics=metrics_port,
+        held_bytes=held_bytes,
     )
     _run(settings, None, False)
 

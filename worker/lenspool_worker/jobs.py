@@ -15,12 +15,14 @@ from lenspool.checks import check
 from lenspool.edit_forms import array_of
 from lenspool.errors import CacheError, InvalidJob
 from lenspool.job import GENERATION, closed, run_of
+from lenspool.sizes import job_bytes
 from lenspool_cache import Run, Store, inline
 from lenspool_cache import ranges as rg
 from lenspool_cache.codec import dtype_of
 from lenspool_cache.keys import array_digest
 from lenspool_cache.ranges import OpenRange
 from lenspool_worker.engine import CaptureGroup, Engine, EngineRequest
+from lenspool_worker.room import Room, default_budget
 
 BLOB_TTL = 300
 """Seconds for which rows wait in Redis for a client without access to the store."""
@@ -40,17 +42,23 @@ class JobRunner:
     connection
         Redis, for arrays and rows of clients that cannot reach the store.
 
+    room
+        For the rows of jobs in flight; a job's wait for it counts as its run.
+
     Attributes
     ----------
     rows
         `computed_rows` and `reused_rows` of all jobs so far.
     """
 
-    def __init__(self, engine: Engine, store: Store, card: ModelCard, connection: redis.asyncio.Redis) -> None:
+    def __init__(
+        self, engine: Engine, store: Store, card: ModelCard, connection: redis.asyncio.Redis, room: Room | None = None
+    ) -> None:
         self._engine = engine
         self._store = store
         self._card = card
         self._redis = connection
+        self.room = room or Room(default_budget())
         self.rows = {"computed_rows": 0, "reused_rows": 0}
         self._shapes: dict[str, tuple[int, ...]] = {}
 
@@ -101,10 +109,17 @@ class JobRunner:
             sampling=sampling,
             run=run,
         )
-        result = await self._engine.run(request)
+        async with self.room.take(self._size(request)):
+            result = await self._engine.run(request)
         return self._answer(
             result.computed_rows, max(total - result.computed_rows, 0), result.run_s, generated=sampling is not None
         )
+
+    def _size(self, request: EngineRequest) -> int:
+        """Bytes that the worker process holds for a request, at most, until its rows are stored."""
+        length = len(request.tokens) + (request.sampling["max_tokens"] - 1 if request.sampling else 0)
+        captures = [{"hooks": group.hooks, "ranges": group.ranges} for group in request.captures]
+        return sum(job_bytes(captures, self._card, length).values())
 
     def _answer(self, computed: int, reused: int, run_s: float, *, generated: bool) -> dict[str, Any]:
         self.rows["computed_rows"] += computed

@@ -30,6 +30,7 @@ from lenspool_worker.leases import QueueLimits
 from lenspool_worker.metrics import endpoint
 from lenspool_worker.model_card import make_card, model_name, tokenizer_blob
 from lenspool_worker.pool_worker import PoolWorker
+from lenspool_worker.room import Room, default_budget
 from lenspool_worker.supervisor import Supervisor
 
 log = logging.getLogger(__name__)
@@ -56,6 +57,8 @@ class Settings:
         Jobs of one client in this worker at a time.
     limits
         Most jobs that may wait.
+    held_bytes
+        Bytes of rows that the jobs in flight may hold together; default a quarter of the machine's memory.
     metrics
         Port of the Prometheus endpoint, on loopback; None opens none, 0 any free one.
     """
@@ -70,6 +73,7 @@ class Settings:
     per_client: int | None = None
     limits: QueueLimits = field(default_factory=QueueLimits)
     metrics: int | None = None
+    held_bytes: int | None = None
 
 
 def model_folder(model: str) -> Path:
@@ -128,7 +132,7 @@ async def serve(settings: Settings, ready: Callable[[ModelCard], None], stop: as
         raise PoolUnavailable(f"no Redis at {settings.redis}: {error}") from error
     async with started(settings) as (engine, store, card, blob), redis.asyncio.Redis.from_url(settings.redis) as aredis:
         published = card.to_dict()
-        runner = JobRunner(engine, store, card, aredis)
+        runner = JobRunner(engine, store, card, aredis, Room(settings.held_bytes or default_budget()))
         worker = PoolWorker(
             published,
             runner,
@@ -137,6 +141,7 @@ async def serve(settings: Settings, ready: Callable[[ModelCard], None], stop: as
             per_client=settings.per_client,
             limits=settings.limits,
         )
+        runner.room.full = partial(_hold_for_bytes, worker)
         supervisor = Supervisor(engine, worker, partial(_same, settings, card))
         supervising = asyncio.create_task(supervisor.run())
         supervising.add_done_callback(lambda _: worker.stop())
@@ -217,6 +222,14 @@ async def _announce(connection: redis.asyncio.Redis, card: ModelCard, ready: Cal
     while not await connection.exists(keys.card(card.worker)):
         await asyncio.sleep(0.05)
     ready(card)
+
+
+def _hold_for_bytes(worker: PoolWorker, waiting: bool) -> None:
+    """Take no more jobs while one of those that were taken waits for memory."""
+    if waiting:
+        worker.hold("bytes")
+    else:
+        worker.release("bytes")
 
 
 async def _stop_when(stop: asyncio.Event, worker: PoolWorker) -> None:
