@@ -44,7 +44,7 @@ test: lint
 bench: install
 	$(PY) benchmarks/capture.py
 
-# Every family and hook against transformers, into docs/parity.md; docs/hooks.md from the vocabulary.
+# Every family, hook and mode against transformers, into docs/parity.md (some 20 minutes); docs/hooks.md from the vocabulary.
 parity: install
 	OMP_NUM_THREADS=1 $(PY) -m tests.families.parity --report docs/parity.md
 	$(PY) -m lenspool_worker.families.docs docs/hooks.md

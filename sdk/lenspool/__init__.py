@@ -43,7 +43,9 @@ from lenspool.interventions import (
     zero,
 )
 from lenspool.local import connect_local
+from lenspool.logprobs import Logprobs
 from lenspool.result import Capture, Generation
+from lenspool.streaming import Delta, TokenStream
 
 __version__ = "0.1.0"
 
@@ -55,6 +57,7 @@ __all__ = [
     "Capture",
     "Client",
     "DeadlineExceeded",
+    "Delta",
     "EngineFailed",
     "Generation",
     "HookInfo",
@@ -63,9 +66,11 @@ __all__ = [
     "Job",
     "JobCancelled",
     "LenspoolError",
+    "Logprobs",
     "ModelCard",
     "PoolUnavailable",
     "QueueFull",
+    "TokenStream",
     "UnknownHook",
     "UnknownModel",
     "UnsupportedHook",

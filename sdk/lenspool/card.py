@@ -67,6 +67,10 @@ class ModelCard:
         Hook template -> why this model or engine cannot serve it.
     tokenizer
         Digest of the tokenizer blob in Redis; None when the model came without tokenizer files.
+    max_logprobs
+        Most log-probabilities per token that a generation may ask for.
+    max_batched_tokens
+        Tokens in one step of the engine.
     store_id, store_path
         Identity of the store that holds the results, and its folder as the worker sees it.
     """
@@ -87,6 +91,8 @@ class ModelCard:
     hooks: dict[str, HookInfo] = field(repr=False)
     refusals: dict[str, str] = field(default_factory=dict, repr=False)
     tokenizer: str | None = None
+    max_logprobs: int = 20
+    max_batched_tokens: int = 8192
     store_id: str = ""
     store_path: str = ""
     worker: str = ""

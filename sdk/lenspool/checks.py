@@ -11,7 +11,7 @@ from lenspool.edit_forms import check_edits
 from lenspool.errors import InvalidJob, UnknownHook
 from lenspool.job import VERSION, check_tokens
 from lenspool.positions import check_ranges
-from lenspool.sampling import check_integer, sampling_document
+from lenspool.sampling import check_integer, check_sampling, sampling_document
 from lenspool.sizes import check_bytes
 
 KINDS = ("capture", "generate", "fetch")
@@ -55,6 +55,7 @@ def check(document: Any, card: ModelCard) -> None:
             raise InvalidJob("sampling", str(error)) from None
         if normal != sampling:
             raise InvalidJob("sampling", f"got {sampling!r}", f"the canonical form {normal!r}")
+        check_sampling(sampling, len(tokens), card)
     length = len(tokens) + (sampling["max_tokens"] if sampling else 1)
     if length > card.max_model_len:
         raise InvalidJob("tokens", f"prompt and generation take {length} tokens", f"max_model_len {card.max_model_len}")

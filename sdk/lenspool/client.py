@@ -9,12 +9,13 @@ import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, Self, Unpack, overload
 
 import numpy as np
 
 from lenspool import keys
-from lenspool.access import Access, Found, open_access
+from lenspool.access import open_access
+from lenspool.answer import Desk
 from lenspool.card import HookInfo, ModelCard
 from lenspool.counts import job_counts
 from lenspool.errors import InvalidJob, UnknownModel
@@ -26,13 +27,12 @@ from lenspool.orders import Orders
 from lenspool.queue import JobQueue
 from lenspool.readouts import Readout
 from lenspool.result import Capture, Generation
-from lenspool.sampling import sampling_document
+from lenspool.sampling import Sampling, check_integer, sampling_document
 from lenspool.staged import mean_norms, resolved
-from lenspool.terms import Lane, Terms, check_seconds
-from lenspool.ticket import answer_of
-from lenspool.tokenizer import Tokenizer, from_bytes
-from lenspool_cache import CacheError
-from lenspool_cache import ranges as rg
+from lenspool.streaming import Tell, TokenStream
+from lenspool.terms import Lane, Terms
+from lenspool.token_feed import TokenFeed
+from lenspool.tokenizer import from_bytes
 from lenspool_cache.keys import array_digest
 
 Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int] | np.ndarray
@@ -42,11 +42,6 @@ Hooks = str | Readout | Iterable[str | Readout]
 """What to capture: names, aliases, short forms, globs, and readouts."""
 
 Interventions = Intervention | Iterable[Intervention]
-ResultT = TypeVar("ResultT", Capture, Generation)
-
-_ATTEMPTS = 3
-"""How often a job is sent when the store loses its rows between their writing and their reading (eviction)."""
-
 
 _CLOCKS_S = 600.0
 """How far the clocks of workers and clients may differ: whether a worker lives is said by its card, which expires."""
@@ -85,7 +80,8 @@ class Client:
         self._inline_limit = inline_limit
         self._queue = JobQueue(self.url, patience=patience)
         self._orders = Orders(self._queue)
-        self._ready: tuple[ModelCard, Tokenizer | None, Access] | None = None
+        self._feed = TokenFeed(self._queue, self.url)
+        self._ready: tuple[ModelCard, Desk] | None = None
         self._connecting = asyncio.Lock()
 
     async def __aenter__(self) -> Self:
@@ -99,9 +95,10 @@ class Client:
 
     async def close(self) -> None:
         """Cancel what this client still waits for, and close its connections and files."""
+        await self._feed.close()
         await self._queue.close()
         if self._ready is not None:
-            self._ready[2].close()
+            self._ready[1].access.close()
             self._ready = None
 
     async def models(self) -> list[ModelCard]:
@@ -156,7 +153,7 @@ class Client:
         """
         values = as_float32(array, "array")
         digest = array_digest(values)
-        await (await self._connect())[2].put_array(digest, values)
+        await (await self._connect())[1].access.put_array(digest, values)
         return ArrayRef(digest, values.shape)
 
     async def norms(self, hooks: str | Iterable[str], prompts: Iterable[Prompt] | None = None) -> dict[str, float]:
@@ -220,8 +217,8 @@ class Client:
         PoolUnavailable, DeadlineExceeded, EngineFailed, WorkerLost, CacheError
             See `lenspool.errors`.
         """
-        request = await self._capture(prompt, hooks, positions, interventions)
-        return await self._answer(request, Capture, timeout, Terms(lane, queue_timeout, run_timeout))
+        desk, request = await self._capturing(prompt, hooks, positions, interventions)
+        return await desk.answer(request, Capture, timeout, Terms(lane, queue_timeout, run_timeout))
 
     async def submit_capture(
         self,
@@ -241,26 +238,22 @@ class Client:
         InvalidJob, QueueFull, PoolUnavailable
             Nothing was queued.
         """
-        return await self._submit(
-            await self._capture(prompt, hooks, positions, interventions), Terms(lane, queue_timeout, run_timeout)
-        )
+        _, request = await self._capturing(prompt, hooks, positions, interventions)
+        return await self._submit(request, Terms(lane, queue_timeout, run_timeout))
 
-    async def _capture(self, prompt: Prompt, hooks: Hooks, positions: Any, interventions: Interventions) -> Request:
-        card, tokenizer, _ = await self._connect()
+    async def _capturing(
+        self, prompt: Prompt, hooks: Hooks, positions: Any, interventions: Interventions
+    ) -> tuple[Desk, Request]:
+        card, desk = await self._connect()
         interventions, norms = await resolved(self, prompt, interventions)
-        return prepare(card, tokenizer, prompt, hooks, positions, interventions, norms=norms)
+        return desk, prepare(card, desk.tokenizer, prompt, hooks, positions, interventions, norms=norms)
 
-    async def generate(
+    @overload
+    async def generate(  # type: ignore[overload-overlap]  # 1 is the one int that gives no list
         self,
         prompt: Prompt,
         *,
-        max_tokens: int = 16,
-        temperature: float = 0.0,
-        top_p: float = 1.0,
-        top_k: int = 0,
-        seed: int | None = None,
-        stop: str | Iterable[str] = (),
-        ignore_eos: bool = False,
+        n: Literal[1] = 1,
         hooks: Hooks = (),
         positions: Any = "all",
         interventions: Interventions = (),
@@ -268,35 +261,116 @@ class Client:
         timeout: float | None = None,
         queue_timeout: float | None = None,
         run_timeout: float | None = None,
-    ) -> Generation:
+        **sampling: Unpack[Sampling],
+    ) -> Generation: ...
+
+    @overload
+    async def generate(
+        self,
+        prompt: Prompt,
+        *,
+        n: int,
+        hooks: Hooks = (),
+        positions: Any = "all",
+        interventions: Interventions = (),
+        lane: Lane = "interactive",
+        timeout: float | None = None,
+        queue_timeout: float | None = None,
+        run_timeout: float | None = None,
+        **sampling: Unpack[Sampling],
+    ) -> list[Generation]: ...
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        *,
+        n: int = 1,
+        hooks: Hooks = (),
+        positions: Any = "all",
+        interventions: Interventions = (),
+        lane: Lane = "interactive",
+        timeout: float | None = None,
+        queue_timeout: float | None = None,
+        run_timeout: float | None = None,
+        **sampling: Unpack[Sampling],
+    ) -> Generation | list[Generation]:
         """Generate, with activations and edits in prefill and decode.
 
-        Greedy and seeded generations are stored like captures; sampling without a seed always runs anew.
+        Greedy and seeded generations are stored like captures; sampling without a seed always runs anew. A seeded
+        generation has the same tokens whatever else is in the batch, but for logits that are equal to float rounding.
 
         Parameters
         ----------
         prompt, hooks, interventions, lane, timeout, queue_timeout, run_timeout
             As in `capture`.
-        max_tokens, temperature, top_p, top_k, seed, stop, ignore_eos
-            Sampling; `temperature=0` is greedy, `top_k=0` is off.
+        n
+            Number of samples. Sample i of a seeded call is that of a single call with `seed + i`.
         positions
-            Also `"prompt"` and `"generated"`; `"all"` is both.
+            Also `"prompt"` and `"generated"`; `"all"` is both. The row of position p is the one from which token p+1
+            is predicted, so the first generated token is predicted by the prompt's last row.
+        sampling
+            `max_tokens`, `temperature`, `top_p`, `seed`, `stop`, `logprobs`, ...: see `lenspool.sampling.Sampling`.
 
         Returns
         -------
-        Generation
+        Generation or list[Generation]
+            A list of `n` when `n` is above 1.
+
+        Raises
+        ------
+        InvalidJob
+            An argument is wrong; nothing was queued.
+        PoolUnavailable, DeadlineExceeded, EngineFailed, WorkerLost, CacheError
+            See `lenspool.errors`.
         """
-        sampling = sampling_document(
-            max_tokens=max_tokens,
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            seed=seed,
-            stop=stop,
-            ignore_eos=ignore_eos,
-        )
-        request = await self._generating(prompt, hooks, positions, interventions, sampling)
-        return await self._answer(request, Generation, timeout, Terms(lane, queue_timeout, run_timeout))
+        terms = Terms(lane, queue_timeout, run_timeout)
+        count = check_integer("n", n, 1, None)
+        chosen = sampling_document(**sampling)
+        seed = chosen["seed"]
+        if count > 1 and chosen["temperature"] == 0:
+            raise InvalidJob("n", f"got {n} at temperature 0, where all samples are equal", "1, or a temperature")
+        if seed is not None:
+            check_integer("seed", seed, 0, 2**63 - count)
+        desk, first = await self._generating(prompt, hooks, positions, interventions, chosen)
+        if count == 1:
+            return await desk.answer(first, Generation, timeout, terms)
+        requests = [first, *(first.resampled(None if seed is None else seed + i) for i in range(1, count))]
+        samples = [asyncio.create_task(desk.answer(request, Generation, timeout, terms)) for request in requests]
+        try:
+            return list(await asyncio.gather(*samples))
+        finally:
+            for sample in samples:
+                sample.cancel()
+
+    def stream(
+        self,
+        prompt: Prompt,
+        *,
+        hooks: Hooks = (),
+        positions: Any = "all",
+        interventions: Interventions = (),
+        lane: Lane = "interactive",
+        timeout: float | None = None,
+        queue_timeout: float | None = None,
+        run_timeout: float | None = None,
+        **sampling: Unpack[Sampling],
+    ) -> TokenStream:
+        """Generate, and read the tokens while they are made; the arguments are those of `generate`.
+
+        A stored generation comes at once, in one piece.
+
+        Returns
+        -------
+        TokenStream
+            To be iterated with `async for`; its `result` is then the `Generation`.
+        """
+
+        async def answer(tell: Tell) -> Generation:
+            chosen = sampling_document(**sampling)
+            desk, request = await self._generating(prompt, hooks, positions, interventions, chosen)
+            return await desk.answer(request, Generation, timeout, Terms(lane, queue_timeout, run_timeout), tell=tell)
+
+        return TokenStream(answer)
 
     async def submit_generate(
         self,
@@ -308,21 +382,21 @@ class Client:
         lane: Lane = "interactive",
         queue_timeout: float | None = None,
         run_timeout: float | None = None,
-        **sampling: Any,
+        **sampling: Unpack[Sampling],
     ) -> Job[Generation]:
         """Like `generate`, without waiting: the job runs also when this process ends; see `submit_capture`."""
         chosen = sampling_document(**sampling)
-        request = await self._generating(prompt, hooks, positions, interventions, chosen)
+        _, request = await self._generating(prompt, hooks, positions, interventions, chosen)
         return await self._submit(request, Terms(lane, queue_timeout, run_timeout))
 
     async def _generating(
         self, prompt: Prompt, hooks: Hooks, positions: Any, interventions: Interventions, sampling: dict[str, Any]
-    ) -> Request:
-        card, tokenizer, _ = await self._connect()
-        if sampling["stop"] and tokenizer is None:
+    ) -> tuple[Desk, Request]:
+        card, desk = await self._connect()
+        if sampling["stop"] and desk.tokenizer is None:
             raise InvalidJob("stop", f"{card.name} was served without a tokenizer", "no stop strings")
         interventions, norms = await resolved(self, prompt, interventions)
-        return prepare(card, tokenizer, prompt, hooks, positions, interventions, sampling, norms)
+        return desk, prepare(card, desk.tokenizer, prompt, hooks, positions, interventions, sampling, norms)
 
     async def map(
         self,
@@ -371,7 +445,35 @@ class Client:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
 
-    async def _connect(self) -> tuple[ModelCard, Tokenizer | None, Access]:
+    def job(self, id: str) -> Job[Any]:
+        """The handle of a job that was submitted here or elsewhere, by its id."""
+        return Job(self, id)
+
+    async def _submit(self, request: Request, terms: Terms) -> Job[Any]:
+        """Queue the whole request as one job, unless the store has it."""
+        document = request.document(request.whole)
+        job_id = await self._orders.record(document, record_of(request))
+        if not await self._stored(request):
+            access = (await self._connect())[1].access
+            await asyncio.gather(*(access.put_array(digest, array) for digest, array in request.arrays.items()))
+            await self._orders.place(request.card.id, document, terms)
+        return Job(self, job_id, request)
+
+    async def _stored(self, request: Request) -> bool:
+        """Whether the store has all of a request."""
+        return (await (await self._connect())[1].access.find(request, ran=False)).complete
+
+    async def _result_of(self, job_id: str, request: Request, timeout: float | None) -> Any:
+        """The result of a submitted job."""
+        if not await self._stored(request):
+            failure = await self._orders.failure(job_id)
+            if failure is not None:
+                raise failure
+        kind: Any = Capture if request.sampling is None else Generation
+        desk = (await self._connect())[1]
+        return await desk.answer(request, kind, timeout, Terms("batch", follow=True), whole=True)
+
+    async def _connect(self) -> tuple[ModelCard, Desk]:
         async with self._connecting:
             if self._ready is None:
                 card = self._choose(await self.models())
@@ -382,7 +484,7 @@ class Client:
                         raise UnknownModel(card.name, [])
                     tokenizer = await asyncio.to_thread(from_bytes, blob)
                 access = await asyncio.to_thread(open_access, self._queue, card, self._store, self._inline_limit)
-                self._ready = card, tokenizer, access
+                self._ready = card, Desk(self._queue, self._feed, access, tokenizer)
             return self._ready
 
     def _choose(self, cards: list[ModelCard]) -> ModelCard:
@@ -393,96 +495,6 @@ class Client:
             raise UnknownModel(self.model or "a model", sorted({card.name for card in cards}))
         raise InvalidJob("model", "several models fit" if self.model else "no model was named", _ids(fitting))
 
-    def job(self, id: str) -> Job[Any]:
-        """The handle of a job that was submitted here or elsewhere, by its id."""
-        return Job(self, id)
-
-    async def _submit(self, request: Request, terms: Terms) -> Job[Any]:
-        """Queue the whole request as one job, unless the store has it."""
-        document = request.document(request.whole)
-        job_id = await self._orders.record(document, record_of(request))
-        if not await self._stored(request):
-            assert self._ready is not None
-            await asyncio.gather(*(self._ready[2].put_array(d, a) for d, a in request.arrays.items()))
-            await self._orders.place(request.card.id, document, terms)
-        return Job(self, job_id, request)
-
-    async def _stored(self, request: Request) -> bool:
-        """Whether the store has all of a request."""
-        return (await (await self._connect())[2].find(request, ran=False)).complete
-
-    async def _result_of(self, job_id: str, request: Request, timeout: float | None) -> Any:
-        """The result of a submitted job."""
-        if not await self._stored(request):
-            failure = await self._orders.failure(job_id)
-            if failure is not None:
-                raise failure
-        kind: Any = Capture if request.sampling is None else Generation
-        return await self._answer(request, kind, timeout, Terms("batch", follow=True), whole=True)
-
-    async def _answer(
-        self, request: Request, result: type[ResultT], timeout: float | None, terms: Terms, whole: bool = False
-    ) -> ResultT:
-        """Look in the store, run what is missing, and open the result.
-
-        With `whole` the job is the one that the whole request names, whatever the store has of it.
-        """
-        check_seconds("timeout", timeout)
-        assert self._ready is not None
-        _, tokenizer, access = self._ready
-        found = await access.find(request, ran=False)
-        job: dict[str, Any] = {}
-        began = time.monotonic()
-        for attempt in range(_ATTEMPTS):
-            if found.complete:
-                break
-            await asyncio.gather(*(access.put_array(digest, a) for digest, a in request.arrays.items()))
-            document = request.document(request.whole if whole else found.missing)
-            ticket = self._queue.submit(request.card.id, document, terms, fresh=attempt > 0)
-            job = await answer_of(ticket, timeout, terms.queue_timeout)
-            found = await access.find(request, ran=True)
-        if not found.complete:
-            raise CacheError(f"the rows of {request.run} were computed {_ATTEMPTS} times, and are not in the store")
-        return _result(request, result, found, tokenizer, job, time.monotonic() - began)
-
 
 def _ids(cards: Iterable[ModelCard]) -> str:
     return ", ".join(card.id for card in cards)
-
-
-def _result(
-    request: Request,
-    result: type[ResultT],
-    found: Found,
-    tokenizer: Tokenizer | None,
-    job: Mapping[str, Any],
-    seconds: float,
-) -> ResultT:
-    """Put a result object together from what was found."""
-    assert found.reader is not None
-    ranges = found.ranges(request)
-    rows = sum(rg.count(found.ranges(request, name)) for name in request.hooks)
-    computed = min(int(job.get("computed_rows", 0)), rows)
-    run_s = float(job.get("run_s", 0.0))
-    provenance = {
-        "model": request.card.id,
-        **request.card.context["numerics"],
-        "computed_rows": computed,
-        "reused_rows": rows - computed,
-        "queue_s": max(seconds - run_s, 0.0) if job else 0.0,
-        "run_s": run_s,
-        "worker": job.get("worker"),
-        "keys": {name: request.run.entry(name).hex() for name in request.hooks},
-    }
-    rest: dict[str, Any] = {
-        "hooks": request.hooks,
-        "positions": np.array(rg.positions(ranges), dtype=np.int64),
-        "reader": found.reader,
-        "cached": not job or (computed == 0 and not job.get("generated", False)),
-        "provenance": provenance,
-    }
-    made: dict[str, Any] | None = found.generation
-    generated: list[int] = made["token_ids"] if made is not None else []
-    ids = [*request.tokens, *generated]
-    rest |= {"token_ids": ids} if made is None else {"generation": made, "prompt": request.tokens}
-    return result(request.card, tokens=tokenizer.tokens(ids) if tokenizer else None, **rest)

@@ -173,12 +173,13 @@ def check_array(document: Mapping[str, Any], hook: HookInfo, shape: Sequence[int
         widths = {rg.count(document["columns"]), *(() if document["op"] == "project_out" else (hook.width,))}
     value = document["value"]
     many = "rows" in value or (FORMS[document["op"]].value == "directions" and len(shape) > 1)
-    last = math.prod(shape[1:] if many else shape)
-    fits = len(shape) >= (2 if many else 1) and last in widths
+    row = tuple(shape[1:] if many else shape)
+    heads = len(row) == 2 and len(hook.dims) == 2 and row[1] == hook.dims[1]
+    fits = (len(row) == 1 or heads) and math.prod(row) in widths
     if fits and "rows" in value:
         fits = max(stop for _, stop in value["rows"]) <= shape[0]
     elif fits and many:
-        fits = 1 <= shape[0] <= last
+        fits = 1 <= shape[0] <= math.prod(row)
     if not fits:
         lead = "" if not many else f"{max(s for _, s in value['rows'])}.., " if "rows" in value else "k, "
         allowed = " or ".join(f"[{lead}{width}]" for width in sorted(widths))

@@ -221,8 +221,9 @@ def _check_lens(entry: Entry, card: ModelCard) -> None:
     if template(entry.hook) not in _STREAM:
         raise InvalidJob("lens", f"{entry.hook} is not the residual stream", "hook_embed, hook_resid_pre|mid|post")
     numerics = card.context.get("numerics", {})
-    if numerics.get("tensor_parallel", 1) != 1 or numerics.get("pipeline_parallel", 1) != 1:
-        raise UnsupportedHook(entry.hook, "the lens needs the whole model in one process", field="lens")
+    if numerics.get("pipeline_parallel", 1) != 1:
+        reason = "the model runs as a pipeline, and only its last process has the unembedding"
+        raise UnsupportedHook(entry.hook, reason, field="lens")
     if "ln_final.hook_out" not in card.hooks:
         raise UnsupportedHook(entry.hook, card.refusals.get("ln_final.hook_out", "no final norm"), field="lens")
 

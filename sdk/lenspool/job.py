@@ -9,7 +9,7 @@ import hashlib
 import operator
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from lenspool.card import ModelCard
 from lenspool.edit_documents import to_documents
 from lenspool.errors import InvalidJob
 from lenspool.readouts import resolve
+from lenspool.sampling import check_sampling
 from lenspool.sizes import check_bytes
 from lenspool.tokenizer import Tokenizer
 from lenspool_cache import Run, canonical_json
@@ -60,6 +61,12 @@ class Request:
     def run(self) -> Run:
         """Identity of the computation in the store."""
         return run_of(self.document({}), self.card.context)
+
+    def resampled(self, seed: int | None) -> Request:
+        """The same, for another sample: with that seed, or a new one without."""
+        assert self.sampling is not None
+        nonce = uuid.uuid4().hex if seed is None else None
+        return replace(self, sampling={**self.sampling, "seed": seed}, nonce=nonce)
 
     def ranges_of(self, name: str) -> list[OpenRange]:
         """Positions at which a hook or an entry of a readout has rows in this request."""
@@ -132,6 +139,8 @@ def prepare(
         raise InvalidJob(
             "prompt", f"has {len(tokens)} tokens", f"at most {room}{more} (max_model_len {card.max_model_len})"
         )
+    if sampling is not None:
+        check_sampling(sampling, len(tokens), card)
     generating = sampling is not None
     wanted = ps.resolve(positions, len(tokens), generating=generating)
     names, matrices = resolve(hooks, card, wanted, len(tokens), _end(tokens, sampling), generating=generating)

@@ -17,6 +17,8 @@ KEPT = "kept"
 DONE_TTL = 3600
 REQUEST_TTL = 7 * 24 * 3600
 WAITERS_TTL = 24 * 3600
+TOKENS_TTL = 600
+STREAMED_TTL = 3600
 
 
 def card(worker: str) -> str:
@@ -52,6 +54,24 @@ def done(client_id: str) -> str:
 def waiters(job_id: str) -> str:
     """Set of the clients that wait for a job."""
     return f"lenspool:waiters:{job_id}"
+
+
+def tokens(job_id: str) -> str:
+    """Stream of the tokens of a generation that somebody streams; the same tokens again when it runs again."""
+    return f"lenspool:tokens:{job_id}"
+
+
+def streamed(card_id: str) -> str:
+    """Sorted set of the generations of a model that somebody streams, scored by the unix time at which it forgets them.
+
+    Also the channel on which their ids are announced.
+    """
+    return f"lenspool:streamed:{card_id}"
+
+
+def wake(client_id: str) -> str:
+    """Stream that ends a client's wait for tokens, when it is to wait for those of one more job."""
+    return f"lenspool:wake:{client_id}"
 
 
 def reaper(queue_name: str) -> str:

@@ -80,10 +80,10 @@ class Link:
         ended: Callable[[str, str, Any, str], None],
         fail: Callable[[Iterable[Flight], LenspoolError], None],
     ) -> None:
-        self.redis = redis.asyncio.Redis(connection_pool=_pool(url, _CONNECTIONS))
+        self.redis = redis.asyncio.Redis(connection_pool=connections(url, _CONNECTIONS))
         self.contact = time.monotonic()
         self.last_message = "0-0"
-        self._reader = redis.asyncio.Redis(connection_pool=_pool(url, 1))
+        self._reader = redis.asyncio.Redis(connection_pool=connections(url, 1))
         self._stream = keys.done(client_id)
         self._submissions = Submissions(client_id)
         self._ended, self._fail = ended, fail
@@ -248,7 +248,7 @@ class Link:
             self._ended(job_id, state, None, payload)
 
 
-def _pool(url: str, connections: int) -> redis.asyncio.BlockingConnectionPool:
+def connections(url: str, connections: int) -> redis.asyncio.BlockingConnectionPool:
     """Connections that wait for their turn, without a socket timeout.
 
     With one, redis-py sends through `asyncio.wait_for`, which on Python 3.11 can swallow a cancellation.

@@ -11,6 +11,7 @@ from lenspool import entries
 from lenspool import hooks as hk
 from lenspool.card import HookInfo, ModelCard
 from lenspool.errors import InvalidJob
+from lenspool.logprobs import Logprobs
 from lenspool.readouts import RESULTS, Readout, from_text
 from lenspool_cache.codec import dtype_of
 
@@ -173,7 +174,9 @@ class Generation(Capture):
     prompt_token_ids
         The prompt's token ids.
     finish_reason
-        `"stop"` (end of text or a stop string) or `"length"`.
+        `"stop"` (end of text, a stop string or a stop token) or `"length"`.
+    logprobs, prompt_logprobs
+        Log-probabilities of the generated tokens, and of the prompt's but the first; None when not asked for.
     """
 
     def __init__(self, card: ModelCard, *, generation: Mapping[str, Any], prompt: list[int], **rest: Any) -> None:
@@ -181,6 +184,10 @@ class Generation(Capture):
         self.prompt_token_ids = prompt
         self.text: str | None = generation["text"]
         self.finish_reason: str = generation["finish_reason"]
+        self.logprobs, self.prompt_logprobs = (
+            Logprobs.from_document(generation[name]) if name in generation else None
+            for name in ("logprobs", "prompt_logprobs")
+        )
 
     def __repr__(self) -> str:
         return f"{super().__repr__()[:-1]}, {self.text!r}>"

@@ -52,14 +52,14 @@ async def resolved(
 ) -> tuple[list[Intervention], Mapping[str, float]]:
     """Interventions without `swap_rows`, and the norms of hooks that some of them are relative to."""
     items = [interventions] if isinstance(interventions, Intervention) else list(interventions)
-    card, tokenizer, _ = await client._connect()
+    card, desk = await client._connect()
     norms: dict[str, float] = {}
     relative = [item for item in items if isinstance(item, Intervention) and item.options.get("relative") is not None]
     if relative:
         norms = await client.norms(sorted({name for item in relative for name in hk.resolve(item.hook, card)}))
     if not any(isinstance(item, Intervention) and item.op == "swap_rows" for item in items):
         return items, norms
-    tokens = tokenize(card, tokenizer, prompt)
+    tokens = tokenize(card, desk.tokenizer, prompt)
     pairs = []
     for i, item in enumerate(items):
         if not isinstance(item, Intervention):

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Coroutine, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar, overload
 
 from lenspool import client as aio
-from lenspool import handle, local
+from lenspool import handle, local, streaming
 from lenspool.card import HookInfo, ModelCard
 from lenspool.interventions import ArrayRef
 from lenspool.result import Capture, Generation
@@ -40,10 +40,73 @@ class _Loop:
             future.cancel()
             raise
 
+    def iterate(self, begin: Callable[[], AsyncIterator[T]]) -> Iterator[T]:
+        """Walk through what an async iterator yields; `begin` makes it, in the loop."""
+
+        async def step(items: AsyncIterator[T] | None) -> tuple[AsyncIterator[T], list[T]]:
+            items = begin() if items is None else items
+            try:
+                return items, [await anext(items)]
+            except StopAsyncIteration:
+                return items, []
+
+        items: AsyncIterator[T] | None = None
+        try:
+            while True:
+                items, found = self.run(step(items))
+                if not found:
+                    return
+                yield found[0]
+        finally:
+            if items is not None:
+                self.run(items.aclose())  # type: ignore[attr-defined]
+
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+
+class TokenStream:
+    """The sync twin of `lenspool.streaming.TokenStream`: `for delta in client.stream(prompt)`."""
+
+    def __init__(self, loop: _Loop, stream: streaming.TokenStream) -> None:
+        self._loop, self._stream = loop, stream
+
+    def __iter__(self) -> Iterator[streaming.Delta]:
+        return self._loop.iterate(self._stream.__aiter__)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give the job up, if it still runs."""
+        self._loop.run(self._stream.aclose())
+
+    @property
+    def result(self) -> Generation:
+        """See `lenspool.streaming.TokenStream.result`."""
+        return self._stream.result
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The tokens yielded so far."""
+        return self._stream.token_ids
+
+    @property
+    def text(self) -> str:
+        """The text yielded so far."""
+        return self._stream.text
+
+    @property
+    def exact(self) -> bool:
+        """See `lenspool.streaming.TokenStream`."""
+        return self._stream.exact
 
 
 class Job:
@@ -97,6 +160,10 @@ class Client:
         """See `lenspool.Client.card`."""
         return self._loop.run(self._client.card())
 
+    def status(self) -> list[dict[str, Any]]:
+        """See `lenspool.Client.status`."""
+        return self._loop.run(self._client.status())
+
     def hooks(self) -> list[HookInfo]:
         """See `lenspool.Client.hooks`."""
         return self._loop.run(self._client.hooks())
@@ -113,9 +180,15 @@ class Client:
         """See `lenspool.Client.capture`."""
         return self._loop.run(self._client.capture(prompt, hooks, **options))
 
-    def generate(self, prompt: aio.Prompt, **options: Any) -> Generation:
+    @overload
+    def generate(self, prompt: aio.Prompt, *, n: Literal[1] = 1, **options: Any) -> Generation: ...
+
+    @overload
+    def generate(self, prompt: aio.Prompt, *, n: int, **options: Any) -> list[Generation]: ...
+
+    def generate(self, prompt: aio.Prompt, *, n: int = 1, **options: Any) -> Generation | list[Generation]:
         """See `lenspool.Client.generate`."""
-        return self._loop.run(self._client.generate(prompt, **options))
+        return self._loop.run(self._client.generate(prompt, n=n, **options))
 
     def submit_capture(self, prompt: aio.Prompt, hooks: aio.Hooks, **options: Any) -> Job:
         """See `lenspool.Client.submit_capture`."""
@@ -129,21 +202,14 @@ class Client:
         """See `lenspool.Client.job`."""
         return Job(self._loop, self._client.job(id))
 
+    def stream(self, prompt: aio.Prompt, **options: Any) -> TokenStream:
+        """See `lenspool.Client.stream`."""
+        return TokenStream(self._loop, self._client.stream(prompt, **options))
+
     def map(self, prompts: Iterable[aio.Prompt], hooks: aio.Hooks, **options: Any) -> Iterator[Any]:
         """See `lenspool.Client.map`."""
         results = self._client.map(prompts, hooks, **options)
-
-        async def step() -> tuple[bool, Any]:
-            try:
-                return True, await anext(results)
-            except StopAsyncIteration:
-                return False, None
-
-        try:
-            while (item := self._loop.run(step()))[0]:
-                yield item[1]
-        finally:
-            self._loop.run(results.aclose())  # type: ignore[attr-defined]
+        return self._loop.iterate(lambda: results)
 
 
 @contextlib.contextmanager

@@ -129,6 +129,13 @@ HOOK_POINTS: tuple[HookPoint, ...] = (
         _B + "mlp.hook_router_logits", ("pos", "expert"), "Output of the router of a mixture of experts, before softmax"
     ),
     HookPoint(
+        _B + "mlp.hook_expert_weights",
+        ("pos", "chosen"),
+        "What the outputs of the chosen experts are multiplied by, largest first",
+        False,
+    ),
+    HookPoint(_B + "mlp.hook_expert_indices", ("pos", "chosen"), "The chosen experts, in the order of weights", False),
+    HookPoint(
         _B + "mlp.hook_pre",
         ("pos", "d_mlp"),
         "MLP before its activation function (gated: output of the gate projection)",

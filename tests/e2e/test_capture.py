@@ -155,7 +155,7 @@ async def test_a_bad_job_that_slips_through_fails_alone(client: Client) -> None:
     from lenspool.job import prepare
 
     card = await client.card()
-    _, tokenizer, _ = await client._connect()
+    tokenizer = (await client._connect())[1].tokenizer
     narrow = np.ones(3, dtype=np.float32)
     ref = await client.put(narrow)
     good = [asyncio.create_task(client.capture(f"A good job, number {i}", STREAM)) for i in range(20)]

@@ -72,6 +72,9 @@ async def test_capture_and_generate(client: Client, tmp_path: Path) -> None:
     assert np.array_equal(np.load(out)["blocks.3.hook_resid_post"], expected["resid_post.3"])
     text = await ask(client, "generate", "Hello", "--max-tokens", "3")
     assert len(text["token_ids"]) == 3
+    code, printed, _ = await run(client, "generate", "Hello", "--max-tokens", "30")
+    whole = await client.generate("Hello", max_tokens=30)
+    assert code == 0 and whole.cached and printed == f"Hello{whole.text}\n"
 
 
 async def test_errors_are_one_line_and_a_status(client: Client) -> None:

@@ -154,3 +154,37 @@ def test_embedded_pool_that_cannot_start_says_why(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["NoSuchModel"], "model_type": "nothing"}')
     with pytest.raises(PoolUnavailable, match="did not start"), lenspool.sync.connect_local(tmp_path, store=tmp_path):
         pass
+
+
+async def test_a_stream_goes_on_when_its_worker_is_killed(tiny: Path, broker: Broker, tmp_path: Path) -> None:
+    """Each token once: of the greedy ones the second attempt's follow; another sample is not mixed in."""
+    store = tmp_path / "store"
+    async with Client(broker.url, store=store) as client, Client(broker.url, store=store) as other:
+        with worker(tiny, broker.url, store) as first:
+            await served(client)
+            options = {"max_tokens": 500, "ignore_eos": True}
+            streams = [client.stream([3, i], **options) for i in range(6)]  # type: ignore[arg-type]
+            streams += [other.stream([3, 0], **options)]  # type: ignore[arg-type]
+            streams += [client.stream([3, 1], temperature=1.0, **options)]  # type: ignore[arg-type]
+            yielded: list[list[int]] = [[] for _ in streams]
+
+            async def read(stream: lenspool.TokenStream, out: list[int]) -> None:
+                async for delta in stream:
+                    assert delta.index == len(out)
+                    out += delta.token_ids
+
+            reading = asyncio.gather(*map(read, streams, yielded))
+            async with asyncio.timeout(60):
+                while not all(len(out) > 3 for out in yielded):
+                    await asyncio.sleep(0.01)
+            os.killpg(first.pid, signal.SIGKILL)
+            assert not reading.done()
+        before = [len(out) for out in yielded]
+        with worker(tiny, broker.url, store):
+            await asyncio.wait_for(reading, 240)
+    assert all(count < 500 for count in before)
+    for stream, out in zip(streams[:-1], yielded, strict=False):
+        assert stream.token_ids == out == stream.result.token_ids and stream.exact and len(out) == 500
+    sampled = streams[-1]
+    assert len(sampled.result.token_ids) == 500
+    assert not sampled.exact and sampled.token_ids == yielded[-1] != sampled.result.token_ids

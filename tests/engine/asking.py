@@ -14,6 +14,7 @@ from lenspool_cache.ranges import OpenRange
 from lenspool_worker.engine import CaptureGroup, Engine, EngineRequest, EngineResult
 
 _numbers = itertools.count()
+Rows = dict[str, np.ndarray]
 Prompts = Callable[[list[int]], list[list[int]]]
 """Prompts of given lengths, as token ids."""
 

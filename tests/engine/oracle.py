@@ -18,9 +18,14 @@ class Oracle:
     """Every hook of a Llama, from one forward pass over one prompt; edits are made where the hook is.
 
     In float64 it is the truth for a float32 model: with some edits transformers itself is off by 1e-5 in float32.
+
+    Parameters
+    ----------
+    inner
+        Also queries, z and the MLP's neurons.
     """
 
-    def __init__(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, folder: Path, dtype: torch.dtype = torch.float32, *, inner: bool = False) -> None:
         self._model = LlamaForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
         self._edits: Sequence[Edit] = ()
         self._rows: dict[str, np.ndarray] = {}
@@ -29,6 +34,10 @@ class Oracle:
         self._after(core.embed_tokens, "hook_embed")
         for i, layer in enumerate(core.layers):
             self._before(layer, f"blocks.{i}.hook_resid_pre")
+            if inner:
+                self._after(layer.self_attn.q_proj, f"blocks.{i}.attn.hook_q")
+                self._before(layer.self_attn.o_proj, f"blocks.{i}.attn.hook_z")
+                self._before(layer.mlp.down_proj, f"blocks.{i}.mlp.hook_post")
             self._after(layer.self_attn, f"blocks.{i}.hook_attn_out")
             # the block keeps this very tensor as its residual, so an edit in place reaches both
             self._before(layer.post_attention_layernorm, f"blocks.{i}.hook_resid_mid")

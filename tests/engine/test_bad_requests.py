@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lenspool.errors import InvalidJob, UnknownHook
+from lenspool.errors import InvalidJob, UnknownHook, UnsupportedHook
 from lenspool_worker.engine import CaptureGroup, EngineRequest
 from tests.engine.asking import Asker, relative
 
@@ -47,7 +47,9 @@ def bad_requests(engine: Asker, tokens: list[int]) -> list[tuple[str, EngineRequ
         ("negative token", ask(prompt=[-1, *tokens]), InvalidJob, "prompt"),
         ("unknown hook", engine.request(tokens, ["blocks.99.hook_resid_post"]), UnknownHook, "captures"),
         ("unknown edited hook", ask({**edit("zero"), "hook": "nowhere"}), UnknownHook, "interventions[0].hook"),
-        ("logits edited", ask({**edit("zero"), "hook": "unembed.hook_out"}), InvalidJob, "interventions[0].hook"),
+        ("logits edited", ask({**edit("zero"), "hook": "unembed.hook_out"}), UnsupportedHook, "interventions[0].hook"),
+        ("narrow direction", ask(edit("project_out", value=array(ones[:64]), coefficient=1.0)), InvalidJob, value),
+        ("no rows", ask(edit("set", value={**array(ones[None]), "rows": [[1, 2]]})), InvalidJob, value),
         ("wrong width", ask(edit("add", value=array(ones[:-1]), coefficient=1.0)), InvalidJob, value),
         ("two-dimensional", ask(edit("set", value=array(ones[None]))), InvalidJob, value),
         ("wrong dtype", ask(edit("set", value=array(ones.astype(np.float64)))), InvalidJob, value),

@@ -12,8 +12,9 @@ import pytest_asyncio
 import torch
 
 from lenspool_cache import Store
-from tests.engine.asking import Asker, Prompts, relative, worst
+from tests.engine.asking import Asker, Prompts, Rows, relative, worst
 from tests.engine.conftest import booted
+from tests.engine.edit_cases import OPS, Case, Cases, check, closed
 from tests.engine.oracle import Oracle
 
 BUDGET = 64
@@ -64,27 +65,28 @@ async def test_preempted_generations_keep_their_rows(tight: Asker, oracle: Oracl
     assert max(errors)[0] <= TOLERANCE
 
 
-async def test_a_preempted_edit_applies_again(tight: Asker, store: Store, oracle: Oracle, prompts: Prompts) -> None:
-    """Edits of prompt and generated positions hold when the request is computed a second time."""
-    hook = "blocks.11.hook_resid_post"
-    vector = np.random.default_rng(3).normal(0, 20, 576).astype(np.float32)
-    value = {"array": store.put_array(vector)}
-    before = await tight.settled()
+async def test_preempted_edits_apply_again(tight: Asker, store: Store, smollm2: Path, prompts: Prompts) -> None:
+    """Every op, over chunks, prompt and generated positions, holds when its request is computed a second time."""
+    exact = Oracle(smollm2, torch.float64, inner=True)
+    made, before = Cases(store, 6), await tight.settled()
+    cases: list[tuple[list[int], Case]] = []
+    for k, (op, prompt) in enumerate(
+        zip(OPS, prompts([61, 30, 62, 94, 63, 94, 129, 31, 60, 59, 65, 33, 70, 90]), strict=True)
+    ):
+        start = [1, 5, len(prompt) - 1, len(prompt), len(prompt) + 3][k % 5]
+        hook = ["blocks.11.hook_resid_post", "blocks.11.attn.hook_z"][k % 2]
+        ranges = closed(op, [(min(start, 5) if op == "rows" else start, None)], len(prompt))
+        cases.append((prompt, made.make(op, hook, 576, 10.0 / (1 + 9 * (k % 2)), ranges)))
 
-    async def one(i: int, prompt: list[int]) -> tuple[list[int], dict[str, np.ndarray], int]:
-        start = [0, 5, len(prompt) - 1, len(prompt), len(prompt) + 3][i % 5]
-        edit = {"hook": hook, "op": "add", "value": value, "coefficient": 1.5, "ranges": [[start, None]]}
-        result, rows = await tight.generate(prompt, GENERATED, HOOKS, edits=[edit])
-        return result.token_ids, rows, start
+    async def one(prompt: list[int], case: Case) -> tuple[list[int], Rows]:
+        hooks = ["blocks.11.attn.hook_z", "blocks.11.hook_resid_post", "blocks.20.hook_resid_post"]
+        result, rows = await tight.generate(prompt, GENERATED, hooks, edits=[case[0]])
+        return result.token_ids, rows
 
-    wanted = prompts([61, 30, 62, 28, 63, 94, 29, 31, 60, 59])
-    answers = await asyncio.gather(*(one(i, prompt) for i, prompt in enumerate(wanted)))
+    answers = await asyncio.gather(*(one(*case) for case in cases))
     assert (await tight.settled())["preemptions"] > before["preemptions"]
-    delta = 1.5 * torch.from_numpy(vector)
-    for prompt, (generated, rows, start) in zip(wanted, answers, strict=True):
-        expected = oracle.run([*prompt, *generated[:-1]], [(hook, lambda x: x + delta, [(start, None)])])
-        assert worst(rows, expected)[0] <= TOLERANCE
-        assert expected["unembed.hook_out"].argmax(axis=1)[len(prompt) - 1 :].tolist() == generated
+    for (prompt, case), (tokens, rows) in zip(cases, answers, strict=True):
+        check(prompt, tokens, rows, [case[1]], exact)
 
 
 @pytest.mark.parametrize("length", [BUDGET - 1, BUDGET, BUDGET + 1, 2 * BUDGET + 1, 3 * BUDGET + 1, 400])

@@ -13,8 +13,9 @@ import torch
 
 from lenspool_cache import Store
 from lenspool_worker import settings
-from tests.engine.asking import Asker, worst
+from tests.engine.asking import Asker, Rows, worst
 from tests.engine.conftest import booted
+from tests.engine.edit_cases import OPS, Case, Cases, check, closed
 from tests.engine.oracle import Oracle
 
 TOLERANCE = 1e-5
@@ -70,19 +71,26 @@ async def test_every_hook_of_a_crowd_is_right(compiled: Asker, tiny_oracle: Orac
     assert max(errors)[0] <= TOLERANCE
 
 
-async def test_edits_bite(compiled: Asker, store: Store, tiny_oracle: Oracle) -> None:
-    prompt = random_prompts(14)[13]
-    vector = np.random.default_rng(8).normal(0, 1, 128).astype(np.float32)
-    value, tensor = {"array": store.put_array(vector)}, torch.from_numpy(vector)
-    plain = tiny_oracle.run(prompt)["unembed.hook_out"]
-    for hook in tiny_oracle.hooks[:-1]:
-        edit = {"hook": hook, "op": "add", "value": value, "coefficient": 2.0, "ranges": [[1, 3], [70, None]]}
-        result, rows = await compiled.generate(prompt, 4, [hook, "unembed.hook_out"], edits=[edit])
-        edits = [(hook, lambda x: x + 2 * tensor, [(1, 3), (70, None)])]
-        expected = tiny_oracle.run([*prompt, *result.token_ids[:-1]], edits)
-        assert worst(rows, expected)[0] <= TOLERANCE
-        assert expected["unembed.hook_out"].argmax(axis=1)[len(prompt) - 1 :].tolist() == result.token_ids
-        assert np.abs(expected["unembed.hook_out"][: len(prompt)] - plain).max() > 0.1
+async def test_every_op_bites(compiled: Asker, store: Store, tiny_llama: Path) -> None:
+    """Each op at another hook, over prompt and generated positions, all in one batch."""
+    exact = Oracle(tiny_llama, torch.float64, inner=True)
+    prompts, made = random_prompts(14)[2:], Cases(store, 5)
+    hooks = [hook for hook in exact.hooks if hook.startswith(("blocks.1.", "hook_embed", "ln_final"))]
+    cases: list[tuple[list[int], Case]] = []
+    for k, op in enumerate(OPS * 2):
+        prompt, hook = prompts[k % len(prompts)], hooks[k % len(hooks)]
+        ranges = [(1, 3), (len(prompt), None)] if k % 2 else [(1, None)]
+        width = 256 if hook.endswith("hook_post") and ".mlp." in hook else 128
+        cases.append((prompt, made.make(op, hook, width, 1.0, closed(op, ranges, len(prompt)))))
+
+    async def one(prompt: list[int], case: Case) -> tuple[list[int], Rows]:
+        after = ["blocks.1.hook_resid_post", "blocks.2.hook_resid_post", "ln_final.hook_out"]
+        result, rows = await compiled.generate(prompt, 4, sorted({case[0]["hook"], *after}), edits=[case[0]])
+        return result.token_ids, rows
+
+    answers = await asyncio.gather(*(one(*case) for case in cases))
+    for (prompt, case), (tokens, rows) in zip(cases, answers, strict=True):
+        check(prompt, tokens, rows, [case[1]], exact)
 
 
 def test_the_taps_are_part_of_the_compile_key(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from lenspool.edit_forms import FORMS
 from lenspool_worker.batch import EditSlice, Slice, StepPlan
 from lenspool_worker.capture import JobRows
 from lenspool_worker.edits import OPERATIONS, Edit, from_document
-from lenspool_worker.taps import TAPS, Taps, tap, tap_stream
+from lenspool_worker.taps import TAPS, Taps, tap, tap_experts, tap_stream
 
 VECTOR = torch.tensor([1.0, -2.0, 3.0, 0.5])
 ROWS = torch.arange(8.0).reshape(2, 4)
@@ -229,3 +229,4 @@ def test_the_custom_ops_are_well_formed() -> None:
     """torch's own check of the schema, mutation, fake implementation and tracing of a custom op."""
     torch.library.opcheck(tap, (torch.ones(3, 4), 0))
     torch.library.opcheck(tap_stream, (torch.ones(3, 4), torch.ones(3, 4), 0))
+    torch.library.opcheck(tap_experts, (torch.ones(3, 2), torch.ones(3, 2, dtype=torch.int32), 0, 1))

@@ -9,11 +9,13 @@ import pytest
 import torch
 
 from lenspool_cache import Store
+from lenspool_worker.scheduling import edit_key
 from tests.engine.asking import Asker, Prompts, relative, worst
 from tests.engine.oracle import Oracle
 
 HOOK, LATE = "blocks.6.hook_resid_post", ["blocks.29.hook_resid_post", "unembed.hook_out"]
 LENGTH = 300
+BLOCK = 128
 TOLERANCE = 1e-5
 
 
@@ -53,7 +55,7 @@ async def test_a_plain_prompt_after_a_steered_one(
 async def test_a_steered_prompt_after_a_plain_one(
     engine: Asker, oracle: Oracle, prompts: Prompts, vector: np.ndarray, steering: list[dict[str, Any]]
 ) -> None:
-    """Rows are asked for from the last position on, so that nothing but the salt keeps it from the plain run's KV."""
+    """Rows are asked for from the last position on, so that nothing but keys keeps it from the plain run's KV."""
     (prompt,) = prompts([LENGTH])
     await engine.generate(prompt, 8)
     hooks, ranges = [HOOK, *LATE], [(LENGTH - 1, None)]
@@ -85,6 +87,48 @@ async def test_equal_edits_share_and_unequal_ones_do_not(
     assert first == unlike == plain == LENGTH
     assert again < LENGTH - 64, "equal edits read one another's cache"
     assert worst(one, two)[0] <= TOLERANCE
+
+
+async def test_an_edit_shares_what_comes_before_it(
+    engine: Asker, store: Store, oracle: Oracle, prompts: Prompts, vector: np.ndarray
+) -> None:
+    """Patches at different places of one prompt compute only what lies behind; each row of a value is its own."""
+    (prompt,) = prompts([LENGTH])
+    last, places = [(LENGTH - 1, LENGTH)], (140, 200, 270)
+    await engine.capture(prompt, LATE, ranges=last)
+    rows = {"array": store.put_array(np.stack([vector, -vector]))}
+    for place in places:
+        for chosen, sign in ((0, 1), (1, -1)):
+            edit = {"hook": HOOK, "op": "set", "value": {**rows, "rows": [[chosen, chosen + 1]]}}
+            before = await computed(engine)
+            got = await engine.capture(prompt, LATE, ranges=last, edits=[{**edit, "ranges": [[place, place + 1]]}])
+            assert await computed(engine) - before <= LENGTH - place + BLOCK, "all in front of the edit was read"
+            changed = torch.from_numpy(sign * vector)
+            expected = oracle.run(prompt, [(HOOK, lambda x, v=changed: 0 * x + v, [(place, place + 1)])])
+            assert worst(got, {name: expected[name][-1:] for name in LATE})[0] <= TOLERANCE
+    await engine.capture(prompt, LATE, ranges=last)
+    expected = oracle.run(prompt)
+    plain = await engine.capture(prompt, LATE, ranges=last)
+    assert worst(plain, {name: expected[name][-1:] for name in LATE})[0] <= TOLERANCE
+
+
+def test_the_key_of_a_block_is_what_is_done_to_it() -> None:
+    """Equal where nothing differs, though more is done elsewhere; different in op, place, row of a value, and order."""
+    edit = {"hook": HOOK, "op": "set", "value": {"array": "0" * 64, "rows": [[0, 8]]}, "ranges": [[2, 6], [40, 44]]}
+    other = {"hook": HOOK, "op": "zero", "ranges": [[3, None]]}
+    keys = [
+        edit_key([edit], 0, 16),
+        edit_key([{**edit, "ranges": [[3, 7], [40, 44]]}], 0, 16),
+        edit_key([{**edit, "op": "add", "coefficient": 1.0}], 0, 16),
+        edit_key([edit], 32, 48),
+        edit_key([{**edit, "ranges": [[1, 2], [2, 5], [40, 44]]}], 32, 48),
+        edit_key([edit, other], 0, 16),
+        edit_key([other, edit], 0, 16),
+    ]
+    assert len(set(keys) - {None}) == len(keys) - 1 and keys[3] == keys[4]
+    assert edit_key([edit], 16, 32) is None and edit_key([], 0, 16) is None
+    assert edit_key([edit, {**other, "ranges": [[60, None]]}], 0, 16) == keys[0]
+    assert edit_key([other], 16, 32) == edit_key([{**other, "ranges": [[16, 90]]}], 16, 32)
 
 
 async def test_cached_positions_still_have_rows(engine: Asker, oracle: Oracle, prompts: Prompts) -> None:

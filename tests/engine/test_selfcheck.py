@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -120,3 +123,10 @@ def test_a_replayed_step_is_not_counted_as_rows() -> None:
         rows.add(name, 0, torch.from_numpy(array))
     rows.add("hook_embed", 0, torch.zeros(1, WIDTH))
     assert problems(rows, HOOKS, LENGTH, 1e-4) == ["hook_embed fired for 9 of 8 tokens"]
+
+
+def test_an_engine_with_a_silent_tap_does_not_serve(tiny_llama: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.engine.silent_tap", str(tiny_llama), str(tmp_path / "store")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=Path(__file__).parents[2])
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "refused:" in done.stdout and "blocks.0.hook_resid_post fired for 0 of 8 tokens" in done.stdout

@@ -1,4 +1,5 @@
-"""vLLM's two model runners, V1 and V2, give the same rows: in chunks, mixed with decode, preempted, edited.
+"""vLLM's two model runners, V1 and V2, and V1 with asynchronous scheduling, give the same rows: in chunks, mixed with
+decode, preempted, edited, ended by a token.
 
 V2 is what a GPU gets; here its kernels are interpreted. Each runs in a process of its own, without AsyncLLM.
 """
@@ -19,6 +20,7 @@ from tests.engine.oracle import Edit, Oracle
 
 BLOCKS = 8
 TOLERANCE = 1e-5
+MODES = ("V1", "V2", "async")
 
 
 def run(runner: str, model: Path, folder: Path) -> dict[str, np.ndarray]:
@@ -35,18 +37,19 @@ def run(runner: str, model: Path, folder: Path) -> dict[str, np.ndarray]:
 def answers(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, np.ndarray]]:
     folder = tmp_path_factory.mktemp("runners")
     with ThreadPoolExecutor() as pool:
-        pending = {runner: pool.submit(run, runner, tiny_llama, folder) for runner in ("V1", "V2")}
+        pending = {runner: pool.submit(run, runner, tiny_llama, folder) for runner in MODES}
         return {runner: future.result() for runner, future in pending.items()}
 
 
-def test_both_runners_have_met_the_hard_cases(answers: dict[str, dict[str, np.ndarray]]) -> None:
+def test_all_have_met_the_hard_cases(answers: dict[str, dict[str, np.ndarray]]) -> None:
     for runner, arrays in answers.items():
         assert arrays["preemptions"] > 0, runner
         assert arrays["mixed"] > 0, runner
 
 
-def test_both_runners_give_the_same(answers: dict[str, dict[str, np.ndarray]]) -> None:
-    v1, v2 = answers["V1"], answers["V2"]
+@pytest.mark.parametrize("other", MODES[1:])
+def test_all_give_the_same(other: str, answers: dict[str, dict[str, np.ndarray]]) -> None:
+    v1, v2 = answers["V1"], answers[other]
     assert set(v1) == set(v2)
     errors = []
     for name, expected in v1.items():
@@ -54,11 +57,11 @@ def test_both_runners_give_the_same(answers: dict[str, dict[str, np.ndarray]]) -
             assert v2[name].tolist() == expected.tolist(), name
         elif "/" in name:
             errors.append(relative(v2[name], expected))
-    print("\nV2 against V1: worst relative error", max(errors), "of", len(errors))
+    print(f"\n{other} against V1: worst relative error", max(errors), "of", len(errors))
     assert max(errors) <= TOLERANCE
 
 
-@pytest.mark.parametrize("runner", ["V1", "V2"])
+@pytest.mark.parametrize("runner", MODES)
 def test_rows_of_a_runner_are_right(runner: str, answers: dict[str, dict[str, np.ndarray]], tiny_llama: Path) -> None:
     oracle = Oracle(tiny_llama)
     errors = []

@@ -21,6 +21,7 @@ from lenspool.errors import CacheFull, EngineFailed
 from lenspool_cache import Run, Store
 from lenspool_worker.batch import Slice, StepPlan
 from lenspool_worker.instrument import SPEC, Instrument
+from lenspool_worker.parallel import Place
 from lenspool_worker.sink import Sink
 from lenspool_worker.taps import Taps
 from lenspool_worker.verdicts import Verdicts
@@ -173,11 +174,81 @@ async def test_rows_of_bfloat16_stay_bfloat16(pair: Pair) -> None:
 async def test_what_waits_fails_at_once_when_the_other_end_goes(pair: Pair) -> None:
     waiting = pair.verdicts.send("never#1", {"op": "discard"})
     await waiting
-    hanging: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-    pair.verdicts._waiting["hanging#2"] = hanging
+    hanging = pair.verdicts.send("hanging#2", {"op": "discard"}, ranks=[])
     pair.sink._socket.shutdown(2)
     with pytest.raises(EngineFailed) as raised:
         await asyncio.wait_for(hanging, 5)
     assert raised.value.requeue and raised.value.retryable and pair.verdicts.lost  # type: ignore[attr-defined]
     with pytest.raises(EngineFailed):
         await pair.verdicts.send("later#3", {"op": "discard"})
+
+
+class Two:
+    """A model in two stages: each with its own instrument, sink and hook; one parent."""
+
+    def __init__(self, verdicts: Verdicts, stages: list[Pair], sinks: list[Sink], store: Store) -> None:
+        self.verdicts, self.stages, self.sinks, self.store = verdicts, stages, sinks, store
+
+    def step(self, tag: str, captures: list[Any], interventions: list[Any] | None = None) -> None:
+        for stage in self.stages:
+            stage.step(tag, captures, interventions)
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def two(tmp_path: Path) -> AsyncIterator[Two]:
+    verdicts = Verdicts(2)
+    await verdicts.open()
+    ended = [threading.Event(), threading.Event()]
+    with Store(tmp_path / "store") as store, Store(tmp_path / "store") as other:
+        stages = []
+        for rank, (name, opened) in enumerate(((HOOK, store), (OTHER, other))):
+            assert not verdicts._connected.is_set()
+            taps = Taps()
+            taps.site(name, 4), taps.site(f"blocks.{rank}.hook_resid_mid", 4)
+            instrument = Instrument(taps, torch.device("cpu"), place=Place(first=rank == 0, last=rank == 1))
+            instrument.connect(opened)
+            sink = await asyncio.to_thread(Sink, verdicts.path, instrument, opened, ended[rank].set, rank)
+            stages.append(Pair(verdicts, instrument, taps, sink, opened))
+        await verdicts.connected()
+        yield Two(verdicts, stages, [stage.sink for stage in stages], store)
+        await verdicts.close()
+        for event in ended:
+            assert await asyncio.to_thread(event.wait, 5)
+
+
+async def test_each_stage_stores_its_own_rows(two: Two) -> None:
+    captures = [[[HOOK, OTHER], [[2, 4], [8, None]]]]
+    two.step("a#1", captures, [{"hook": OTHER, "op": "scale", "factor": 2.0, "ranges": [[0, 10]]}])
+    answer = await two.verdicts.send("a#1", commit(captures, 9))
+    assert answer["rows"] == 6
+    for name, factor in ((HOOK, 1), (OTHER, 2)):
+        got = two.store.rows(Run({"v": 1}), name, [(2, 4), (8, 9)])
+        assert np.array_equal(got, factor * VALUES[[2, 3, 8]].numpy())
+    document = {"op": "store", "run": {"v": 1}, "entries": {"generation": {"token_ids": [7]}}}
+    await two.verdicts.send("a", document, ranks=[0])
+    assert "generation" in two.store.covered(Run({"v": 1}), ["generation"])
+    stats = (await two.verdicts.send("stats#2", {"op": "stats"}))["stats"]
+    assert stats["live"] == stats["held_bytes"] == 0 and stats["steps"] == 1 and stats["bytes_written"] >= 6 * 16
+
+
+async def test_a_stage_that_fails_fails_the_job(two: Two) -> None:
+    """What the other one has stored is right and may stay."""
+    captures = [[[HOOK, OTHER], [[0, 10]]]]
+    two.step("a#1", captures)
+    two.stages[1].instrument._jobs["a#1"].fail("no room")
+    with pytest.raises(EngineFailed, match="no room"):
+        await two.verdicts.send("a#1", commit(captures, 10))
+    await two.verdicts.send("later#2", {"op": "discard"})
+    assert two.store.covered(Run({"v": 1}), [HOOK, OTHER]) == {HOOK: [(0, 10)]}
+    assert (await two.verdicts.send("stats#3", {"op": "stats"}))["stats"]["live"] == 0
+    assert not two.verdicts.lost
+
+
+async def test_a_stage_that_is_gone_fails_all(two: Two) -> None:
+    captures = [[[HOOK, OTHER], [[0, 10]]]]
+    two.step("a#1", captures)
+    two.sinks[1]._socket.shutdown(2)
+    with pytest.raises(EngineFailed) as raised:
+        await asyncio.wait_for(two.verdicts.send("a#1", commit(captures, 10)), 5)
+    assert raised.value.requeue  # type: ignore[attr-defined]
+    assert two.verdicts.lost

@@ -1,6 +1,7 @@
 """A process that runs requests on one of vLLM's model runners, in-process, and keeps what the instrument saw.
 
-`python v2_process.py MODEL OUT V1|V2 BLOCKS`; the V2 runner's kernels are interpreted, as this machine has no GPU.
+`python v2_process.py MODEL OUT V1|V2|async BLOCKS`; the V2 runner's kernels are interpreted: this machine has no GPU.
+`async` is V1 with the scheduler a step ahead of the model, as on a GPU, which vLLM does not do on a CPU by itself.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import os
 import sys
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
@@ -25,8 +27,25 @@ def environment(runner: str) -> None:
         backends["cpu"] = SimpleNamespace(driver=driver, compiler=None)  # type: ignore[assignment]
 
 
+def ahead() -> None:
+    """Have vLLM schedule a step before it knows the tokens of the one before; CUDA's streams and events do nothing."""
+    import torch
+    from vllm.platforms.cpu import CpuPlatform
+
+    check = CpuPlatform.check_and_update_config
+
+    def check_and_update_config(config: Any) -> None:
+        check(config)
+        config.scheduler_config.async_scheduling = True
+
+    CpuPlatform.check_and_update_config = staticmethod(check_and_update_config)  # type: ignore[method-assign, assignment]
+    nothing = mock.MagicMock()  # of CUDA
+    for name in ("Event", "Stream", "stream", "current_stream"):
+        setattr(torch.cuda, name, nothing)
+
+
 def requests(vocabulary: int) -> list[tuple[list[int], int, list[dict[str, Any]]]]:
-    """Prompt, tokens to generate, edits."""
+    """Prompt, tokens to generate, edits. Every fifth ends at a token that nobody can foresee."""
     random = np.random.default_rng(11)
     made = []
     for i, length in enumerate([30, 5, 29, 62, 28, 31, 93, 27, 60, 26]):  # many soon need another block of the cache
@@ -40,6 +59,8 @@ def requests(vocabulary: int) -> list[tuple[list[int], int, list[dict[str, Any]]
 def main(model: str, out: str, runner: str, blocks: int) -> None:
     """Run them all at once, and save each hook's rows, the tokens and the counters."""
     environment(runner)
+    if runner == "async":
+        ahead()
     from vllm import LLM, SamplingParams
 
     from lenspool_worker.instrument import SPEC
@@ -58,6 +79,8 @@ def main(model: str, out: str, runner: str, blocks: int) -> None:
         kv_cache_memory_bytes=64 * 2**20,
         seed=0,
     )
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    assert (type(scheduler).__name__ == "AsyncScheduler") == (runner == "async"), scheduler
     worker = llm.llm_engine.model_executor.driver_worker.worker
     kind = type(worker.model_runner)
     assert hasattr(kind, "prepare_inputs") == (runner == "V2"), kind
@@ -75,6 +98,7 @@ def main(model: str, out: str, runner: str, blocks: int) -> None:
                 max_tokens=count,
                 temperature=0.0,
                 ignore_eos=True,
+                stop_token_ids=list(range(500)) if i % 5 == 4 else None,
                 detokenize=False,
                 skip_reading_prefix_cache=True,
                 extra_args={SPEC: spec},

@@ -134,6 +134,7 @@ def make(name: str, folder: Path) -> Any:
         for parameter_name, parameter in model.named_parameters():
             is_norm = "norm" in parameter_name or ".ln_" in parameter_name
             noise = torch.randn(parameter.shape, generator=random) * (0.2 if parameter.dim() > 1 else 0.3)
-            parameter.copy_(noise + float(is_norm and parameter_name.endswith("weight") and not offset_norms))
+            noise += float(is_norm and parameter_name.endswith("weight") and not offset_norms)
+            parameter.copy_(noise.bfloat16())  # float32 numbers that bfloat16 has as well: one checkpoint for both
     model.save_pretrained(folder)
     return model

@@ -48,7 +48,7 @@ class InProcessLLM:
     async def collective_rpc(self, method: str, timeout: float | None = None, args: tuple[Any, ...] = ()) -> Any:
         return await asyncio.to_thread(self._engine.collective_rpc, method, timeout, args)
 
-    def shutdown(self) -> None:
+    def shutdown(self, _timeout: float) -> None:
         from vllm.distributed import cleanup_dist_env_and_memory
 
         self._engine.engine_core.shutdown()
@@ -62,8 +62,8 @@ def in_process() -> Iterator[None]:
     """Have `lenspool_worker.engine.Engine` boot here; its end is not that of the process."""
     from lenspool_worker.sink import Sink
 
-    def sink(path: str, instrument: Any, store: Any, _parent_gone: Any) -> Sink:
-        return Sink(path, instrument, store, lambda: None)
+    def sink(path: str, instrument: Any, store: Any, _parent_gone: Any, rank: int) -> Sink:
+        return Sink(path, instrument, store, lambda: None, rank)
 
     with (
         mock.patch.dict(os.environ, {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}),

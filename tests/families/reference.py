@@ -1,4 +1,4 @@
-"""The reference: every hook, read and edited in transformers' own model in float32.
+"""The reference: every hook, read and edited in transformers' own model.
 
 Written from the definitions and transformers' module names, knowing nothing of how lenspool finds its hooks.
 """
@@ -28,14 +28,14 @@ class Reference:
         self._edits: Sequence[Edit] = ()
         self._rows: dict[str, np.ndarray] = {}
         self._block = ""
-        core = _first(model, "model", "transformer", "gpt_neox")
-        self._after(_first(core, "embed_tokens", "wte", "word_embeddings", "embed_in"), lambda: "hook_embed")
+        core = first_of(model, "model", "transformer", "gpt_neox")
+        self._after(first_of(core, "embed_tokens", "wte", "word_embeddings", "embed_in"), lambda: "hook_embed")
         if hasattr(core, "wpe"):
             self._after(core.wpe, lambda: "hook_pos_embed")
-        self._layers = _first(core, "layers", "h")
+        self._layers = first_of(core, "layers", "h")
         for number, layer in enumerate(self._layers):
             self._hook_layer(f"blocks.{number}.", layer)
-        final = _first(core, "norm", "ln_f", "final_layer_norm")
+        final = first_of(core, "norm", "ln_f", "final_layer_norm")
         final.register_forward_pre_hook(lambda module, args: self._norm("ln_final", module, args[0]))
         self._after(final, lambda: "ln_final.hook_out")
 
@@ -45,22 +45,22 @@ class Reference:
         self._edits, self._rows = edits, {}
         with self._patched():
             logits = self._model(torch.tensor([list(tokens)]), use_cache=False).logits
-        self._rows["unembed.hook_out"] = logits[0].numpy()
+        self._rows["unembed.hook_out"] = _array(logits[0])
         return self._rows
 
     # -- one layer
 
     def _hook_layer(self, block: str, layer: nn.Module) -> None:
-        attention = _first(layer, "self_attn", "attn", "self_attention", "attention")
+        attention = first_of(layer, "self_attn", "attn", "self_attention", "attention")
         mlp = layer.mlp
-        before_attention = _first(layer, "input_layernorm", "ln_1", "ln_attn", missing=True)
+        before_attention = first_of(layer, "input_layernorm", "ln_1", "ln_attn", missing=True)
         if self._kind == "olmo2":
             before_mlp, ends = None, (layer.post_attention_layernorm, layer.post_feedforward_layernorm)
         elif self._kind in ("gemma2", "gemma3_text"):
             before_mlp = layer.pre_feedforward_layernorm
             ends = (layer.post_attention_layernorm, layer.post_feedforward_layernorm)
         else:
-            before_mlp, ends = _first(layer, "post_attention_layernorm", "ln_2", "ln_mlp", missing=True), None
+            before_mlp, ends = first_of(layer, "post_attention_layernorm", "ln_2", "ln_mlp", missing=True), None
 
         def enter(_module: Any, args: Any, options: Any) -> None:
             self._block = block
@@ -103,8 +103,8 @@ class Reference:
     def _hook_attention(self, block: str, attention: nn.Module) -> None:
         config = self._model.config
         heads = config.num_attention_heads
-        output = _first(attention, "o_proj", "c_proj", "dense")
-        joint = _first(attention, "qkv_proj", "c_attn", "query_key_value", missing=True)
+        output = first_of(attention, "o_proj", "c_proj", "dense")
+        joint = first_of(attention, "qkv_proj", "c_attn", "query_key_value", missing=True)
         if joint is None:
             for part in "qkv":
                 self._after(getattr(attention, f"{part}_proj"), lambda part=part: f"{block}attn.hook_{part}")
@@ -132,17 +132,20 @@ class Reference:
             weight = module.weight if self._kind != "gpt2" else module.weight.t()
             per_head = args[0][0].view(args[0].shape[1], heads, -1)
             result = torch.einsum("nhd,mhd->nhm", per_head, weight.view(len(weight), heads, -1))
-            self._rows[f"{block}attn.hook_result"] = result.flatten(1).numpy()
+            self._rows[f"{block}attn.hook_result"] = _array(result.flatten(1))
 
         output.register_forward_pre_hook(z)
 
     def _hook_mlp(self, block: str, mlp: nn.Module) -> None:
-        router = _first(mlp, "gate", "router", missing=True)
+        router = first_of(mlp, "gate", "router", missing=True)
         if router is not None:
 
             def route(_module: Any, _args: Any, out: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
                 self._take(f"{block}mlp.hook_router_logits", out[0])
-                return out[0], *self._route(out[0])
+                weights, indices = self._route(out[0])
+                self._take(f"{block}mlp.hook_expert_weights", weights)
+                self._take(f"{block}mlp.hook_expert_indices", indices)
+                return out[0], weights, indices
 
             router.register_forward_hook(route)
             return
@@ -157,8 +160,8 @@ class Reference:
             self._after(mlp.gate_proj, lambda: f"{block}mlp.hook_pre")
             self._after(mlp.up_proj, lambda: f"{block}mlp.hook_pre_linear")
         else:
-            self._after(_first(mlp, "c_fc", "dense_h_to_4h"), lambda: f"{block}mlp.hook_pre")
-        down = _first(mlp, "down_proj", "c_proj", "dense_4h_to_h")
+            self._after(first_of(mlp, "c_fc", "dense_h_to_4h"), lambda: f"{block}mlp.hook_pre")
+        down = first_of(mlp, "down_proj", "c_proj", "dense_4h_to_h")
         down.register_forward_pre_hook(lambda _module, args: self._take(f"{block}mlp.hook_post", args[0][0]))
 
     def _route(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -184,10 +187,8 @@ class Reference:
             pattern = softmax(scores, *args, **options)
             if scores.dim() == 4:
                 n = scores.shape[2]
-                self._rows[f"{self._block}attn.hook_attn_scores"] = (
-                    scores[0, :, :, :n].transpose(0, 1).flatten(1).numpy()
-                )
-                self._rows[f"{self._block}attn.hook_pattern"] = pattern[0, :, :, :n].transpose(0, 1).flatten(1).numpy()
+                for name, of in (("attn_scores", scores), ("pattern", pattern.to(scores.dtype))):
+                    self._rows[f"{self._block}attn.hook_{name}"] = _array(of[0, :, :, :n].transpose(0, 1).flatten(1))
             return pattern
 
         def attention(module: Any, query: torch.Tensor, key: torch.Tensor, *args: Any, **options: Any) -> Any:
@@ -199,7 +200,7 @@ class Reference:
                 mask = args[1]
                 keys = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
                 scores = query @ keys.transpose(2, 3) * options["scaling"] + mask
-                self._rows[f"{self._block}attn.hook_attn_scores"] = scores[0].transpose(0, 1).flatten(1).numpy()
+                self._rows[f"{self._block}attn.hook_attn_scores"] = _array(scores[0].transpose(0, 1).flatten(1))
             return out
 
         def rotary(*args: Any, **options: Any) -> Any:
@@ -231,7 +232,7 @@ class Reference:
         rows = stream[0].double()
         if "RMS" not in type(module).__name__:
             rows = rows - rows.mean(-1, keepdim=True)
-        epsilon = _first(module, "variance_epsilon", "eps")
+        epsilon = first_of(module, "variance_epsilon", "eps")
         scale = (rows.square().mean(-1, keepdim=True) + epsilon).sqrt()
         self._rows[f"{name}.hook_scale"] = scale.numpy()
         self._rows[f"{name}.hook_normalized"] = (rows / scale).numpy()
@@ -242,10 +243,16 @@ class Reference:
             if hook == name:
                 rows = tensor[start:stop]
                 rows.copy_(function(rows.flatten(1)).view(rows.shape))
-        self._rows[name] = tensor.flatten(1).clone().numpy()
+        self._rows[name] = _array(tensor.flatten(1).clone())
 
 
-def _first(module: Any, *names: str, missing: bool = False) -> Any:
+def _array(tensor: torch.Tensor) -> np.ndarray:
+    """Without loss; numpy has no bfloat16."""
+    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
+
+
+def first_of(module: Any, *names: str, missing: bool = False) -> Any:
+    """The first attribute of these names that there is."""
     for name in names:
         if hasattr(module, name):
             return getattr(module, name)

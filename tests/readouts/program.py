@@ -21,8 +21,8 @@ import torch
 
 from lenspool import readouts as ro
 from lenspool.access import RedisAccess, StoreAccess
+from lenspool.answer import _result
 from lenspool.card import ModelCard
-from lenspool.client import _result
 from lenspool.interventions import add
 from lenspool.job import Request, job_id, prepare
 from lenspool.result import Capture, Generation
@@ -104,13 +104,16 @@ class Pool:
     def __init__(self, engine: Any, store: Store) -> None:
         from lenspool_worker.jobs import JobRunner
         from lenspool_worker.model_card import make_card
+        from lenspool_worker.room import Room
+from lenspool_worker.token_streams import TokenStreams
 
         self.store = store
         self.card: ModelCard = make_card(
             engine, name="tiny", fingerprint="0" * 64, tokenizer=None, store=store, worker="here"
         )
         # no server: arrays are in the store, where both sides find them
-        self.runner = JobRunner(engine, store, self.card, redis.asyncio.Redis(port=1))
+        nowhere = redis.asyncio.Redis(port=1)
+        self.runner = JobRunner(engine, store, self.card, nowhere, TokenStreams(nowhere, self.card.id), Room(2**30))
         self.access = StoreAccess(store, RedisAccess.__new__(RedisAccess))
 
     async def ask(self, hooks: Any, prompt: list[int] = PROMPT, **options: Any) -> Any:

@@ -189,8 +189,8 @@ def test_hooks_that_a_readout_cannot_read(card: ModelCard) -> None:
     wider = dataclasses.replace(card, hooks={**card.hooks, pattern.name: pattern})
     with pytest.raises(UnsupportedHook, match="as wide as the prompt"):
         ask(wider, ro.norm(pattern.name))
-    parallel = {**card.context, "numerics": {"tensor_parallel": 2}}
-    with pytest.raises(UnsupportedHook, match="one process"):
+    parallel = {**card.context, "numerics": {"pipeline_parallel": 2}}
+    with pytest.raises(UnsupportedHook, match="pipeline"):
         ask(dataclasses.replace(card, context=parallel), ro.lens(STREAM, k=1))
     without = {name: info for name, info in card.hooks.items() if name != "ln_final.hook_out"}
     with pytest.raises(UnsupportedHook, match="norm"):

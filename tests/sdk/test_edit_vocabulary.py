@@ -285,7 +285,8 @@ def test_a_worker_refuses_documents_that_no_client_writes(wide: ModelCard, chang
     ("shape", "fits", "change"),
     [
         ((16,), True, {}),
-        ((2, 8), True, {}),
+        ((2, 8), False, {}),
+        ((1, 16), False, {}),
         ((15,), False, {}),
         ((1, 17), False, {}),
         ((), False, {}),
@@ -299,15 +300,19 @@ def test_a_worker_refuses_documents_that_no_client_writes(wide: ModelCard, chang
         ((17, 16), False, {"op": "project_out"}),
         ((16,), True, {"op": "project_out"}),
         ((3, 16), False, {"op": "project_out", "columns": [[0, 4]]}),
+        ((2, 8), True, {"hook": Z}),
+        ((8, 2), False, {"hook": Z}),
+        ((1, 8), True, {"hook": Z, "columns": [[0, 8]]}),
+        ((3, 2, 8), True, {"hook": Z, "value": {**DIGEST, "rows": [[0, 3]]}}),
     ],
 )
 def test_arrays_must_fit(wide: ModelCard, shape: tuple[int, ...], fits: bool, change: dict[str, Any]) -> None:
     document = {**GOOD, "value": DIGEST, **change}
     if fits:
-        check_array(document, wide.hooks[HOOK], shape, "value")
+        check_array(document, wide.hooks[document["hook"]], shape, "value")
     else:
-        with pytest.raises(InvalidJob, match=r"resid_post"):
-            check_array(document, wide.hooks[HOOK], shape, "value")
+        with pytest.raises(InvalidJob, match=document["hook"]):
+            check_array(document, wide.hooks[document["hook"]], shape, "value")
 
 
 def test_every_op_can_be_written(wide: ModelCard) -> None:

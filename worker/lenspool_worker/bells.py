@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import redis.asyncio
@@ -17,6 +17,24 @@ _WAIT_S = 5.0
 _IO_S = 5.0
 
 _TROUBLE = (redis.exceptions.RedisError, OSError, TimeoutError)
+
+
+async def messages(connection: Any, channel: str) -> AsyncIterator[bytes | None]:
+    """Messages of a pubsub channel, also after restarts of the server; None each time that it is subscribed to anew."""
+    while True:
+        try:
+            async with connection.pubsub() as subscription:
+                await subscription.subscribe(channel)
+                while True:
+                    async with asyncio.timeout(_WAIT_S + _IO_S):
+                        message = await subscription.get_message(timeout=_WAIT_S)
+                    if message is None:
+                        await subscription.ping()
+                    elif message["type"] in ("message", "subscribe"):
+                        yield message["data"] if message["type"] == "message" else None
+        except _TROUBLE as error:
+            log.warning("%s: %s", channel, str(error)[:200] or type(error).__name__)
+            await asyncio.sleep(0.5)
 
 
 class Bells:
@@ -47,26 +65,16 @@ class Bells:
         self._jobs, self._commands = jobs, commands
         self._work, self._command = work, command
 
-    async def listen(self) -> None:
-        """Ring, until cancelled."""
-        while True:
-            try:
-                async with self._redis.pubsub(ignore_subscribe_messages=True) as channel:
-                    await channel.subscribe(self._jobs, self._commands)
-                    while True:
-                        async with asyncio.timeout(_WAIT_S + _IO_S):
-                            message = await channel.get_message(timeout=_WAIT_S)
-                        if message is None:
-                            await channel.ping()
-                        elif message["type"] != "message":
-                            continue
-                        elif message["channel"].decode() == self._jobs:
-                            self._work()
-                        else:
-                            self._pass_on(message["data"])
-            except _TROUBLE as error:
-                log.warning("no word of jobs and commands: %s", str(error)[:200] or type(error).__name__)
-                await asyncio.sleep(0.5)
+    async def watch_jobs(self) -> None:
+        """Ring for jobs, until cancelled."""
+        async for _ in messages(self._redis, self._jobs):
+            self._work()
+
+    async def watch_commands(self) -> None:
+        """Pass commands on, until cancelled."""
+        async for data in messages(self._redis, self._commands):
+            if data is not None:
+                self._pass_on(data)
 
     def _pass_on(self, data: bytes) -> None:
         try:

@@ -18,6 +18,8 @@ class JobRows:
     ----------
     tag
         Id of this run of the job; a job that runs again has another.
+    keep
+        Whether rows are held. A process that does not store them still takes part in what is computed of them.
     error
         The first thing that went wrong while the job was planned, edited or copied; the job fails with it.
     bytes
@@ -27,8 +29,9 @@ class JobRows:
         first row, and the rows. Not in a tap: a reader may run parts of the model.
     """
 
-    def __init__(self, tag: str) -> None:
+    def __init__(self, tag: str, *, keep: bool = True) -> None:
         self.tag = tag
+        self.keep = keep
         self.error: str | None = None
         self.bytes = 0
         self.readers: dict[str, Callable[[int, torch.Tensor], None]] = {}
@@ -55,6 +58,8 @@ class JobRows:
 
     def hold(self, name: str, position: int, rows: torch.Tensor) -> None:
         """Keep rows of a hook or a readout until the job ends."""
+        if not self.keep:
+            return
         self._chunks.setdefault(name, []).append((position, rows))
         self.bytes += rows.numel() * rows.element_size()
 

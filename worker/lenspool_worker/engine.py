@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import itertools
 import logging
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from pathlib import Path
@@ -22,19 +21,22 @@ from lenspool.card import HookInfo
 from lenspool.edit_forms import array_of, check_array, check_edits
 from lenspool.errors import EngineFailed, InvalidJob, LenspoolError, UnknownHook
 from lenspool.hooks import template
+from lenspool.job import GENERATION
 from lenspool_cache import Run, Store
 from lenspool_cache import ranges as rg
 from lenspool_cache.codec import dtype_of
-from lenspool_cache.keys import canonical_json
 from lenspool_cache.ranges import OpenRange
 from lenspool_worker.boot import booted
+from lenspool_worker.generation import GREEDY, Follower, generated, parameters
 from lenspool_worker.instrument import SPEC
-from lenspool_worker.verdicts import Verdicts, gone
+from lenspool_worker.parallel import joined
+from lenspool_worker.verdicts import Verdicts, gone, wanted
 
 log = logging.getLogger(__name__)
 
 _CHECK_TOKENS = 8
 _COMPUTED_BYTES = 2**30
+_SHUTDOWN_S = 20.0
 _TOLERANCE = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 5e-2}
 """Relative L2 error that a sum of two tensors of a dtype may have in the check at boot."""
 
@@ -142,7 +144,8 @@ class Engine:
         await self._verdicts.open()
         self._llm = await booted(lambda: AsyncLLM.from_engine_args(arguments), again=bool(self.info))
         self.info = describe(self._llm.vllm_config)
-        described = (await self._llm.collective_rpc("lenspool_describe"))[0]
+        self._verdicts.processes = self._llm.vllm_config.parallel_config.world_size
+        described = joined(await self._llm.collective_rpc("lenspool_describe"))
         if described["refusal"]:
             raise EngineFailed(described["refusal"])
         self.hooks, self.refusals = described["hooks"], described["refusals"]
@@ -193,7 +196,8 @@ class Engine:
             if llm.output_handler is not None:
                 llm.output_handler.cancel()  # or it would report the end as a failure
             llm.output_processor.propagate_error(EngineDeadError())
-            await asyncio.to_thread(llm.shutdown)
+            # vLLM kills what takes longer; the exit of its processes, one after the other, takes seconds of work
+            await asyncio.to_thread(llm.shutdown, _SHUTDOWN_S)
         await self._verdicts.close()  # last: the worker process takes it for the end of this one
 
     async def stats(self) -> dict[str, int]:
@@ -207,10 +211,10 @@ class Engine:
         counts: dict[str, int] = answer["stats"]
         return counts
 
-    async def run(self, request: EngineRequest) -> EngineResult:
+    async def run(self, request: EngineRequest, follower: Follower | None = None) -> EngineResult:
         """Run a request; when this returns, all its rows are in the store under its run.
 
-        Cancelling it aborts the request in vLLM and drops its rows.
+        Cancelling it aborts the request in vLLM and drops its rows. A follower hears of a generation's tokens.
 
         Raises
         ------
@@ -222,16 +226,23 @@ class Engine:
         self._check_request(request)
         began = time.monotonic()
 
-        def commit(output: Any) -> dict[str, Any]:
-            return {
-                "op": "commit",
-                "length": len(request.tokens) + (len(output.token_ids) - 1 if request.sampling else 0),
-                "captures": _wire(request.captures),
-                "run": request.run.document,
-                "entries": {"generation": _generation(output, self._text)} if request.sampling else {},
-            }
+        several = self._verdicts.processes > 1
+        document: dict[str, Any] = {"op": "commit", "captures": _wire(request.captures), "run": request.run.document}
 
-        output, answer = await self._execute(request, commit)
+        def commit(ended: Any) -> dict[str, Any]:
+            output, sampling = ended.outputs[0], request.sampling
+            document["length"] = len(request.tokens) + (len(output.token_ids) - 1 if sampling else 0)
+            document["entries"] = (
+                {GENERATION: generated(ended, output, sampling, has_text=self._text)} if sampling else {}
+            )
+            return {**document, "entries": {}} if several else document
+
+        output, answer = await self._execute(request, commit, follower)
+        expected = sum(map(rg.count, wanted(document["captures"], document["length"]).values()))
+        if answer["rows"] != expected:
+            raise EngineFailed(f"{answer['rows']} of {expected} rows were stored")
+        if several and request.sampling:  # readers take it for the end: only when all processes have stored their rows
+            await self._verdicts.send(request.job_id, {**document, "op": "store"}, ranks=[0])
         return EngineResult(
             token_ids=list(output.token_ids) if request.sampling else [],
             text=output.text if request.sampling and self._text else None,
@@ -244,26 +255,30 @@ class Engine:
     def _text(self) -> bool:
         return not self._llm.vllm_config.model_config.skip_tokenizer_init
 
-    async def _execute(self, request: EngineRequest, verdict: Any) -> tuple[Any, dict[str, Any]]:
-        """Run a request in vLLM, then send its verdict; on any other way out its rows are dropped."""
+    async def _execute(
+        self, request: EngineRequest, verdict: Callable[[Any], dict[str, Any]], follower: Follower | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        """Run a request in vLLM, then send the verdict on its output; on any other way out its rows are dropped."""
         if not self.alive:
             raise gone()
         from vllm.inputs.engine import tokens_input
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
         tag = f"{request.job_id}#{next(self._numbers)}"
-        # KV of an edited run is shared only with runs that are edited alike
-        edits = request.interventions
-        salt = hashlib.sha256(canonical_json(edits)).hexdigest() if edits else None
-        prompt = tokens_input(request.tokens, cache_salt=salt)
+        prompt = tokens_input(request.tokens)  # of an edited run KV is shared by what `scheduling` puts into its keys
         decided = False
+        if follower is not None:
+            follower.ask = lambda: self._show_progress(tag, follower)
         try:
-            output = None
-            async for step in self._llm.generate(prompt, self._sampling(request, tag), tag):
+            step = output = None
+            chosen = self._sampling(request, tag, progress=follower is not None and follower.wanted)
+            async for step in self._llm.generate(prompt, chosen, tag):
                 output = step.outputs[0]
+                if follower is not None and output.finish_reason is None:
+                    follower.tell(output.token_ids, output.text)
             if output is None or output.finish_reason not in ("stop", "length"):
                 raise EngineFailed(f"vLLM ended the request with {output and output.finish_reason!r}")
-            answer = self._verdicts.send(tag, verdict(output))
+            answer = self._verdicts.send(tag, verdict(step))
             decided = True
             return output, await answer
         except EngineDeadError as error:
@@ -271,14 +286,29 @@ class Engine:
         except (EngineGenerateError, ValueError) as error:
             raise EngineFailed(f"vLLM refused the request: {error}") from error
         finally:
+            if follower is not None:
+                follower.ask = None
             if not decided:
                 self._verdicts.send(tag, {"op": "discard"}).add_done_callback(_ignore)
 
-    def _sampling(self, request: EngineRequest, tag: str) -> Any:
+    def _show_progress(self, tag: str, follower: Follower) -> None:
+        """Have vLLM say from now on what a running request has generated so far, and not at its end only."""
+        from vllm.sampling_params import RequestOutputKind
+
+        if self._llm is None or follower.ask is None:
+            return
+        processor = self._llm.output_processor
+        request_ids = processor.external_req_ids.get(tag, ())
+        for request_id in request_ids:
+            processor.request_states[request_id].output_kind = RequestOutputKind.CUMULATIVE
+        if not request_ids:  # still on its way into vLLM
+            asyncio.get_running_loop().call_later(0.02, self._show_progress, tag, follower)
+
+    def _sampling(self, request: EngineRequest, tag: str, *, progress: bool) -> Any:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        sampling = request.sampling or {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True}
+        sampling = request.sampling or GREEDY
         first = min(
             (
                 0 if site["prefix"] else start
@@ -288,18 +318,13 @@ class Engine:
             ),
             default=len(request.tokens),
         )
+        # cached positions are not run and yield no rows; the last prompt position is always run
+        whole = first < len(request.tokens) - 1 or "prompt_logprobs" in sampling
         return SamplingParams(
-            max_tokens=sampling["max_tokens"],
-            temperature=sampling["temperature"],
-            top_p=sampling.get("top_p", 1.0),
-            top_k=sampling.get("top_k", 0),
-            seed=sampling.get("seed"),
-            stop=sampling.get("stop") or None,
-            ignore_eos=sampling["ignore_eos"],
+            **parameters(sampling),
             detokenize=self._text and request.sampling is not None,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-            # cached positions are not run and yield no rows; the last prompt position is always run
-            skip_reading_prefix_cache=first < len(request.tokens) - 1,
+            output_kind=RequestOutputKind.CUMULATIVE if progress else RequestOutputKind.FINAL_ONLY,
+            skip_reading_prefix_cache=whole,
             extra_args={
                 SPEC: {
                     "tag": tag,
@@ -402,14 +427,6 @@ def _needs_tokens(captures: Sequence[CaptureGroup]) -> bool:
     """Whether a readout is about the tokens themselves; they would travel once more."""
     names = (name for group in captures for name in group.hooks if entries.is_readout(name))
     return any(entries.parse(name).op == "loss" for name in names)
-
-
-def _generation(output: Any, has_text: bool) -> dict[str, Any]:
-    return {
-        "token_ids": list(output.token_ids),
-        "text": output.text if has_text else None,
-        "finish_reason": output.finish_reason,
-    }
 
 
 def _ignore(future: asyncio.Future[dict[str, Any]]) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from lenspool import entries
 from lenspool.entries import LOGITS
 from lenspool_cache import Store
 from lenspool_cache.ranges import OpenRange
@@ -21,6 +22,7 @@ from lenspool_worker.batch import Tracked, plan_step
 from lenspool_worker.capture import JobRows
 from lenspool_worker.derived import DerivedHooks, group
 from lenspool_worker.edits import Edit, from_document
+from lenspool_worker.parallel import Place
 from lenspool_worker.readouts import LOGIT_ROWS, Readouts
 from lenspool_worker.taps import Taps
 
@@ -43,6 +45,8 @@ class Instrument:
         Hooks that are computed from others when a job ends.
     readouts
         What is read from rows that are then dropped.
+    place
+        Of this process among those of the model.
     """
 
     def __init__(
@@ -51,7 +55,10 @@ class Instrument:
         device: torch.device,
         derived: DerivedHooks | None = None,
         readouts: Readouts | None = None,
+        place: Place = Place(),  # noqa: B008
     ) -> None:
+        self.place = place
+        self._device = device
         self._taps = taps
         self.derived = derived if derived is not None else DerivedHooks()
         self.readouts = readouts if readouts is not None else Readouts(self.derived, {}, None, None, device)
@@ -78,23 +85,39 @@ class Instrument:
 
     def _begin(self, request_id: str, spec: Mapping[str, Any]) -> None:
         tag = str(spec["tag"])
+        rows = JobRows(tag, keep=self.place.writes)
         with self._lock:
-            if tag in self._discarded:
+            if tag not in self._discarded:
+                self._jobs[tag] = rows
+            elif self.place.size > 1:
+                rows.keep = False  # the other processes may not have heard of it: what it needs of this one goes on
+            else:
                 return
-            rows = self._jobs[tag] = JobRows(tag)
         captures: list[tuple[list[int], list[OpenRange]]] = []
         edits: list[tuple[int, Edit]] = []
         try:
-            asked = [(names, [(a, b) for a, b in ranges]) for names, ranges in spec["captures"]]
+            asked = [
+                ([name for name in names if self.serves(name)], [(a, b) for a, b in ranges])
+                for names, ranges in spec["captures"]
+            ]
             captures = group(self.readouts.sources(asked), self._sites)
             rows.readers = self.readouts.readers(rows, asked, spec.get("tokens", ()))
             for document in spec["interventions"]:
-                site = self._sites[document["hook"]]
-                edits.append((site, from_document(document, self.readouts.arrays, self._taps.width(site))))
+                if self.serves(document["hook"]):
+                    site = self._sites[document["hook"]]
+                    edits.append((site, from_document(document, self.readouts.arrays, self._taps.width(site))))
         except Exception as error:
             log.exception("job %s cannot be set up", tag)
             rows.fail(f"{type(error).__name__}: {error}")
+        if spec["interventions"] and not self.place.agreed(rows.error is None, self._device):
+            edits = []
+            rows.fail("another process of the model could not set the job up")
         self._tracked[request_id] = Tracked(rows, captures, edits)
+
+    def serves(self, name: str) -> bool:
+        """Whether a hook, or what a readout is read from, belongs to this process's layers."""
+        hook = entries.parse(name).hook if entries.is_readout(name) else name
+        return hook in self._sites or hook in self.derived
 
     def connect(self, store: Store) -> None:
         """Say where arrays of jobs come from."""
@@ -133,12 +156,14 @@ class Instrument:
         self._taps.plan = None
         if plan is None or hidden is None:
             return
-        for piece in plan.captures.get(self._sites[LOGITS], ()):
+        for piece in plan.captures.get(self._sites.get(LOGITS, -1), ()):
             try:
                 for at in range(piece.start, piece.stop, LOGIT_ROWS):
-                    stop = min(at + LOGIT_ROWS, piece.stop)
+                    rows = hidden[at : min(at + LOGIT_ROWS, piece.stop)]
                     with torch.inference_mode():
-                        piece.job.add(LOGITS, piece.position + at - piece.start, model.compute_logits(hidden[at:stop]))
+                        logits = self.place.together(model.compute_logits, rows)
+                        if logits is not None:  # as in all but one process of a group
+                            piece.job.add(LOGITS, piece.position + at - piece.start, logits)
                         piece.job.read()  # at once: the logits of a chunk are as large as all else
             except Exception as error:
                 log.exception("logits failed")

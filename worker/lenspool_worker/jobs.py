@@ -22,7 +22,8 @@ from lenspool_cache.codec import dtype_of
 from lenspool_cache.keys import array_digest
 from lenspool_cache.ranges import OpenRange
 from lenspool_worker.engine import CaptureGroup, Engine, EngineRequest
-from lenspool_worker.room import Room, default_budget
+from lenspool_worker.room import Room
+from lenspool_worker.token_streams import TokenStreams
 
 BLOB_TTL = 300
 """Seconds for which rows wait in Redis for a client without access to the store."""
@@ -41,7 +42,8 @@ class JobRunner:
         The card that jobs are checked against.
     connection
         Redis, for arrays and rows of clients that cannot reach the store.
-
+    streams
+        Where tokens go that somebody waits for.
     room
         For the rows of jobs in flight; a job's wait for it counts as its run.
 
@@ -52,13 +54,20 @@ class JobRunner:
     """
 
     def __init__(
-        self, engine: Engine, store: Store, card: ModelCard, connection: redis.asyncio.Redis, room: Room | None = None
+        self,
+        engine: Engine,
+        store: Store,
+        card: ModelCard,
+        connection: redis.asyncio.Redis,
+        streams: TokenStreams,
+        room: Room,
     ) -> None:
         self._engine = engine
         self._store = store
         self._card = card
         self._redis = connection
-        self.room = room or Room(default_budget())
+        self._streams = streams
+        self.room = room
         self.rows = {"computed_rows": 0, "reused_rows": 0}
         self._shapes: dict[str, tuple[int, ...]] = {}
 
@@ -110,7 +119,11 @@ class JobRunner:
             run=run,
         )
         async with self.room.take(self._size(request)):
-            result = await self._engine.run(request)
+            if sampling is None:
+                result = await self._engine.run(request)
+            else:
+                with self._streams.following(job_id) as follower:
+                    result = await self._engine.run(request, follower)
         return self._answer(
             result.computed_rows, max(total - result.computed_rows, 0), result.run_s, generated=sampling is not None
         )

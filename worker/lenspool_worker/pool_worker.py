@@ -181,7 +181,7 @@ class PoolWorker(BaseWorker):
         try:
             await self._call(self._enter)
             entered = True
-            watches = (self._tick(), self._bells.listen())
+            watches = (self._tick(), self._bells.watch_jobs(), self._bells.watch_commands())
             helpers += [asyncio.create_task(watch) for watch in watches]
             self._leases.start(self._io)
             await self._admit()

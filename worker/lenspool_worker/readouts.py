@@ -6,6 +6,7 @@ makes of a stream is computed in the steps too, as the model's CPU kernels keep 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -19,7 +20,10 @@ from lenspool_cache.ranges import OpenRange, Range
 from lenspool_worker.arrays import DeviceArrays
 from lenspool_worker.capture import JobRows, to_numpy
 from lenspool_worker.derived import DerivedHooks, merged, to_torch
+from lenspool_worker.parallel import Place
 from lenspool_worker.readout_math import read
+
+log = logging.getLogger(__name__)
 
 _CHUNK_BYTES = 64 * 2**20
 LOGIT_ROWS = 128
@@ -62,7 +66,19 @@ class LogitReader:
         self._matrices = matrices
 
     def __call__(self, position: int, logits: torch.Tensor) -> None:
-        """Take logits `[n, vocabulary]` that begin at a position."""
+        """Take logits `[n, vocabulary]` that begin at a position.
+
+        What goes wrong is charged to the job here: the processes of a model must go on to its next logits together.
+        """
+        if not self._rows.keep:
+            return
+        try:
+            self._take(position, logits)
+        except Exception as error:
+            log.exception("a readout failed")
+            self._rows.fail(f"readout: {error}")
+
+    def _take(self, position: int, logits: torch.Tensor) -> None:
         for start, part in _parts(self._plain, position, logits):
             # a part of a chunk would keep all of it
             self._rows.hold(LOGITS, start, part if len(part) == len(logits) else part.clone())
@@ -84,7 +100,10 @@ class LensReader:
         Hook under which the stream's rows are held as well; None where nothing else is made of them.
     """
 
-    def __init__(self, model: Any, final_norm: Any, logits: LogitReader, rows: JobRows, keep: str | None) -> None:
+    def __init__(
+        self, model: Any, final_norm: Any, logits: LogitReader, rows: JobRows, keep: str | None, place: Place
+    ) -> None:
+        self._place = place
         self._model = model
         self._final_norm = final_norm
         self._logits = logits
@@ -96,10 +115,14 @@ class LensReader:
         if self._keep is not None:
             self._rows.hold(self._keep, position, stream)
         for at in range(0, len(stream), LOGIT_ROWS):
-            # not called as a module, which would run its taps; on a copy, as a norm's kernel may write into its input
-            normed = self._final_norm.forward(stream[at : at + LOGIT_ROWS].clone())
-            logits = self._model.compute_logits(normed[0] if isinstance(normed, tuple) else normed)
-            self._logits(position + at, logits)
+            logits = self._place.together(self._compute, stream[at : at + LOGIT_ROWS])
+            if logits is not None:  # as in all but one process of a group
+                self._logits(position + at, logits)
+
+    def _compute(self, stream: torch.Tensor) -> torch.Tensor | None:
+        # not called as a module, which would run its taps; on a copy, as a norm's kernel may write into its input
+        normed = self._final_norm.forward(stream.clone())
+        return self._model.compute_logits(normed[0] if isinstance(normed, tuple) else normed)
 
 
 class Readouts:
@@ -113,11 +136,20 @@ class Readouts:
         Of each hook that is served.
     model, final_norm
         vLLM's model, for its unembedding, and the norm in front of that.
+    place
+        Of this process among those of the model.
     """
 
     def __init__(
-        self, derived: DerivedHooks, widths: Mapping[str, int], model: Any, final_norm: Any, device: torch.device
+        self,
+        derived: DerivedHooks,
+        widths: Mapping[str, int],
+        model: Any,
+        final_norm: Any,
+        device: torch.device,
+        place: Place = Place(),  # noqa: B008
     ) -> None:
+        self._place = place
         self._derived = derived
         self._widths = widths
         self._model = model
@@ -159,7 +191,8 @@ class Readouts:
             if hook == LOGITS:
                 out[hook] = logits
             else:
-                out[hook] = LensReader(self._model, self._final_norm, logits, rows, hook if hook in held else None)
+                keep = hook if hook in held else None
+                out[hook] = LensReader(self._model, self._final_norm, logits, rows, keep, self._place)
         return out
 
     def assemble(self, rows: JobRows, wanted: Mapping[str, Sequence[Range]], length: int) -> dict[str, Rows]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm.distributed import get_pp_group
+
 from lenspool_worker.instrument import Instrument
 
 
@@ -18,6 +20,14 @@ def attach(runner: Any, instrument: Instrument) -> None:
     else:
         _wrap_v1(runner, instrument)
     _wrap_execution(runner, instrument)
+
+
+def prepare_pipeline(runner: Any) -> None:
+    """Allocate what a later stage of a pipeline receives: of the V1 runners, an eager one on CPU forgets it."""
+    if not get_pp_group().is_first_rank and getattr(runner, "intermediate_tensors", runner) is None:
+        runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+            batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+        )
 
 
 def _wrap_v1(runner: Any, instrument: Instrument) -> None:

@@ -32,6 +32,7 @@ from lenspool_worker.model_card import make_card, model_name, tokenizer_blob
 from lenspool_worker.pool_worker import PoolWorker
 from lenspool_worker.room import Room, default_budget
 from lenspool_worker.supervisor import Supervisor
+from lenspool_worker.token_streams import TokenStreams
 
 log = logging.getLogger(__name__)
 
@@ -132,7 +133,8 @@ async def serve(settings: Settings, ready: Callable[[ModelCard], None], stop: as
         raise PoolUnavailable(f"no Redis at {settings.redis}: {error}") from error
     async with started(settings) as (engine, store, card, blob), redis.asyncio.Redis.from_url(settings.redis) as aredis:
         published = card.to_dict()
-        runner = JobRunner(engine, store, card, aredis, Room(settings.held_bytes or default_budget()))
+        streams = TokenStreams(aredis, card.id)
+        runner = JobRunner(engine, store, card, aredis, streams, Room(settings.held_bytes or default_budget()))
         worker = PoolWorker(
             published,
             runner,
@@ -150,6 +152,7 @@ async def serve(settings: Settings, ready: Callable[[ModelCard], None], stop: as
             asyncio.create_task(_keep_tokenizer(aredis, card, blob)),
             asyncio.create_task(_stop_when(stop, worker)),
             asyncio.create_task(_keep_stats(engine, supervisor, worker, runner, published)),
+            asyncio.create_task(streams.watch()),
         ]
         announced = asyncio.create_task(_announce(aredis, card, ready))
         try:

@@ -17,7 +17,15 @@ from lenspool.errors import InvalidJob
 from lenspool_worker.model_card import has_tokenizer
 from lenspool_worker.taps import OPS, source_hash
 
-_RESERVED = {"model", "worker_cls", "additional_config", "worker_extension_cls"}
+_RESERVED = {"model", "worker_cls", "scheduler_cls", "additional_config", "worker_extension_cls"}
+_TOKENS_SPREAD = (
+    "data_parallel_size",
+    "prefill_context_parallel_size",
+    "decode_context_parallel_size",
+    "enable_dbo",
+)
+_ROUTING = ("vllm::moe_forward", "vllm::moe_forward_shared")
+"""vLLM's ops on GPUs in which experts are chosen, and so the tap of that stands."""
 _CPU_KV_BYTES = 512 * 2**20
 _MAX_MODEL_LEN = 8192
 
@@ -32,10 +40,10 @@ def engine_arguments(folder: Path, options: dict[str, Any]) -> AsyncEngineArgs:
     """
     if taken := _RESERVED & set(options):
         raise InvalidJob("engine", f"{sorted(taken)} belong to lenspool", "other vLLM engine arguments")
-    for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
-        if options.get(name, 1) != 1:
-            reason = f"got {options[name]!r}: rows of several ranks are not put together"
-            raise InvalidJob(f"engine.{name}", reason, "1")
+    for name in _TOKENS_SPREAD:
+        if options.get(name, 1) not in (1, False):
+            reason = f"got {options[name]!r}: the tokens of a step would be spread over processes"
+            raise InvalidJob(f"engine.{name}", reason, "1; tensor_parallel_size and pipeline_parallel_size may be more")
     config = json.loads((folder / "config.json").read_text())
     chosen: dict[str, Any] = {"enforce_eager": True, "dtype": checkpoint_dtype(config), "seed": 0}
     longest = config.get("max_position_embeddings") or config.get("n_positions") or _MAX_MODEL_LEN
@@ -46,7 +54,7 @@ def engine_arguments(folder: Path, options: dict[str, Any]) -> AsyncEngineArgs:
     chosen |= options
     if not chosen["enforce_eager"] and current_platform.is_cuda() and "compilation_config" not in chosen:
         # Full CUDA graphs replay kernels only: the graph is cut at the taps, which then run as Python each time.
-        splitting = [*CompilationConfig._attention_ops, *OPS]
+        splitting = [*CompilationConfig._attention_ops, *OPS, *_ROUTING]
         chosen["compilation_config"] = CompilationConfig(
             cudagraph_mode=CUDAGraphMode.PIECEWISE, splitting_ops=splitting
         )
@@ -54,6 +62,7 @@ def engine_arguments(folder: Path, options: dict[str, Any]) -> AsyncEngineArgs:
         return AsyncEngineArgs(
             model=str(folder),
             worker_cls="lenspool_worker.vllm_worker.LensWorker",
+            scheduler_cls="lenspool_worker.scheduling.scheduler",
             additional_config={"lenspool": source_hash()},
             disable_log_stats=True,
             **chosen,
@@ -89,6 +98,8 @@ def describe(config: Any) -> dict[str, Any]:
         "d_mlp": int(getattr(text, "intermediate_size", None) or 0),
         "vocab_size": int(model.get_vocab_size()),
         "max_model_len": int(model.max_model_len),
+        "max_logprobs": int(model.max_logprobs if model.max_logprobs >= 0 else model.get_vocab_size()),
+        "max_batched_tokens": int(config.scheduler_config.max_num_batched_tokens),
         "dtype": dtype_name(model.dtype),
         "numerics": {
             "engine": "vllm",

@@ -9,7 +9,9 @@ from typing import Any
 import redis.asyncio
 
 from lenspool_worker.jobs import JobRunner
+from lenspool_worker.room import Room, default_budget
 from lenspool_worker.server import Settings, started
+from lenspool_worker.token_streams import TokenStreams
 
 
 def settings() -> Settings:
@@ -26,4 +28,5 @@ async def run_single(document: dict[str, Any], job_id: str) -> dict[str, Any]:
     """Boot an engine, run the job, stop the engine."""
     chosen = settings()
     async with started(chosen) as (engine, store, card, _), redis.asyncio.Redis.from_url(chosen.redis) as connection:
-        return await JobRunner(engine, store, card, connection)(document, job_id)
+        streams, room = TokenStreams(connection, card.id), Room(default_budget())
+        return await JobRunner(engine, store, card, connection, streams, room)(document, job_id)

@@ -6,13 +6,15 @@ import os
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from vllm.distributed import get_pp_group, get_tp_group
 from vllm.platforms import current_platform
 
 from lenspool_cache import Store
 from lenspool_worker.families import Installation, UnsupportedModel, install
 from lenspool_worker.instrument import Instrument
+from lenspool_worker.parallel import Place
 from lenspool_worker.readouts import Readouts
-from lenspool_worker.runner import attach
+from lenspool_worker.runner import attach, prepare_pipeline
 from lenspool_worker.sink import Sink
 from lenspool_worker.taps import TAPS
 
@@ -28,20 +30,25 @@ class LensWorker(Worker):
     _installed: Installation | None = None
     _instrument: Instrument | None = None
     _sink: Sink | None = None
+    _place = Place()
     _refusal: str | None = None
 
     def load_model(self, *args: Any, **options: Any) -> None:
         """Load the weights, and install the taps."""
         super().load_model(*args, **options)
         model = self.model_runner.get_model()
+        self._place = place()
+        prepare_pipeline(self.model_runner)
         try:
-            self._installed = install(model, TAPS, self.vllm_config.parallel_config.tensor_parallel_size)
+            self._installed = install(model, TAPS, self._place)
         except UnsupportedModel as error:
             self._refusal = str(error)
             return
         widths = {site.name: site.width for site in self._installed.sites}
-        readouts = Readouts(self._installed.derived, widths, model, self._installed.final_norm, self.device)
-        self._instrument = Instrument(TAPS, self.device, self._installed.derived, readouts)
+        readouts = Readouts(
+            self._installed.derived, widths, model, self._installed.final_norm, self.device, self._place
+        )
+        self._instrument = Instrument(TAPS, self.device, self._installed.derived, readouts, self._place)
         attach(self.model_runner, self._instrument)
 
     # -- called by the parent; small JSON only
@@ -52,6 +59,7 @@ class LensWorker(Worker):
             return {"refusal": self._refusal}
         return {
             "refusal": None,
+            "writes": self._place.writes,
             "family": self._installed.family.name,
             "known": self._installed.family.known,
             "hooks": [asdict(site) for site in self._installed.sites],
@@ -65,4 +73,12 @@ class LensWorker(Worker):
         self._instrument.connect(store)
         # The parent closes the socket only when it has ended. vLLM's processes would not notice, and live for ever;
         # they end when this one does.
-        self._sink = Sink(socket_path, self._instrument, store, lambda: os._exit(1))
+        self._sink = Sink(socket_path, self._instrument, store, lambda: os._exit(1), self.rank)
+
+
+def place() -> Place:
+    """Where this process stands, as vLLM has set it up."""
+    group, pipeline = get_tp_group(), get_pp_group()
+    size = group.world_size
+    gather = group.all_gather if size > 1 else None
+    return Place(size, group.rank_in_group, pipeline.is_first_rank, pipeline.is_last_rank, gather)

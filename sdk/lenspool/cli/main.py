@@ -21,6 +21,7 @@ from rich.table import Table
 from lenspool.cli.tables import status_tables
 from lenspool.client import Client
 from lenspool.errors import LenspoolError
+from lenspool.result import Generation
 
 app = typer.Typer(no_args_is_help=True, help="Activations of any prompt from a shared pool of vLLM workers.")
 T = TypeVar("T")
@@ -179,13 +180,19 @@ def generate(
     model: Model = None,
     as_json: Json = False,
 ) -> None:
-    """Continue a text."""
-    result = _ask(
-        redis,
-        model,
-        lambda client: client.generate(prompt, max_tokens=max_tokens, temperature=temperature, seed=seed),
-    )
+    """Continue a text; it is printed as it is made."""
+
+    async def work(client: Client) -> Generation:
+        stream = client.stream(prompt, max_tokens=max_tokens, temperature=temperature, seed=seed)
+        async for delta in stream:
+            if not as_json:
+                print(delta.text if delta.index else prompt + delta.text, end="", flush=True)
+        if not stream.exact and not as_json:  # its worker was lost, and a second run came out otherwise
+            print(f"\n{prompt}{stream.result.text}", end="")
+        return stream.result
+
+    result = _ask(redis, model, work)
     if as_json:
         _print({"text": result.text, "token_ids": result.token_ids, "finish_reason": result.finish_reason})
     else:
-        print(prompt + (result.text or str(result.token_ids)))
+        print()

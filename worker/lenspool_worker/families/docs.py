@@ -35,9 +35,12 @@ _RULES = """
   position; a row has all positions of the run as keys, zero (scores: the dtype's lowest number) where the query does
   not see them. Of a generation, the run is the prompt and all generated tokens but the last.
 - `attn.hook_result` is computed from `attn.hook_z`, after its edits.
+- `mlp.hook_expert_weights` is what the kernel uses, of the chosen experts only: softmax over all or over the chosen
+  ones, renormalized or not, as the family does. float32; `mlp.hook_expert_indices` is int32.
 - Patterns, scores and results of one request may take 1 GiB; more is refused with the number of bytes.
-- With tensor parallelism, queries, keys, values, z, patterns and the MLP's hidden layer are refused: each process has a
-  part of them.
+- With tensor parallelism each process has a part of the heads and of the MLP's hidden layer: their rows are put
+  together, and edits are of whole rows. A block that is spread in an unknown way has them refused, and so has
+  `hook_attn_out` or `hook_mlp_out` where the processes' parts are added up only in the stream.
 
 ## Families
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lenspool_worker.taps import tap, tap_parts, tap_stream
+from lenspool_worker.taps import tap, tap_experts, tap_parts, tap_stream
 
 
 def after(module: nn.Module, site: int) -> None:
@@ -88,6 +88,20 @@ def before_kernel(kernel: Any, query: int, key: int) -> None:
         return forward(q, k, *args, **options)
 
     kernel.forward = tapped
+
+
+def after_routing(router: Any, weights: int, indices: int) -> None:
+    """Tap the experts that vLLM's router object, which is not a module, chooses: numbered as in the checkpoint, before
+    they are mapped to where their copies are.
+    """
+    choose = router._compute_routing
+
+    def tapped(*args: Any, **options: Any) -> Any:
+        chosen = choose(*args, **options)
+        tap_experts(chosen[0], chosen[1], weights, indices)
+        return chosen
+
+    router._compute_routing = tapped
 
 
 def add_bias(linear: nn.Module) -> None:

@@ -15,14 +15,18 @@ from lenspool_worker.derived import DerivedHooks, Pattern
 from lenspool_worker.families import hooking
 from lenspool_worker.families.heads import HeadResults
 from lenspool_worker.families.norms import norm_of
+from lenspool_worker.families.shards import head_shards, heads_apart, hidden_apart, hidden_shard
 from lenspool_worker.families.structure import Block, Decoder, find
 from lenspool_worker.families.table import Family, family_of
+from lenspool_worker.parallel import Place, Shard
 from lenspool_worker.taps import Taps
 
 _IN_ATTENTION = tuple(
     f"attn.hook_{part}" for part in ("q", "k", "v", "rot_q", "rot_k", "attn_scores", "pattern", "z", "result")
 )
 _IN_MLP = tuple(f"mlp.hook_{part}" for part in ("pre", "pre_linear", "post"))
+
+_CHOICE = ("mlp.hook_expert_weights", "mlp.hook_expert_indices")
 
 
 @dataclass(frozen=True)
@@ -70,15 +74,15 @@ class UnsupportedModel(Exception):
     """No part of a decoder was found in the model."""
 
 
-def install(model: nn.Module, taps: Taps, processes: int = 1) -> Installation:
+def install(model: nn.Module, taps: Taps, place: Place = Place()) -> Installation:  # noqa: B008
     """Put taps into a model, before it is compiled.
 
     `unembed.hook_out` has no tap: the runner computes it from the final hidden states.
 
     Parameters
     ----------
-    processes
-        Over how many processes each layer is spread (tensor parallelism).
+    place
+        Of this process among those of the model: it has taps in its own layers, and a part of their heads.
 
     Raises
     ------
@@ -91,22 +95,46 @@ def install(model: nn.Module, taps: Taps, processes: int = 1) -> Installation:
     except (LookupError, AttributeError) as error:
         raise UnsupportedModel(f"{type(model).__name__}: {error}") from error
     family = family_of(model, decoder.layer_parameters)
-    return _Installer(config, decoder, family, taps, processes).run()
+    return _Installer(config, decoder, family, taps, place).run()
 
 
 class _Installer:
-    def __init__(self, config: Any, decoder: Decoder, family: Family, taps: Taps, processes: int) -> None:
+    def __init__(self, config: Any, decoder: Decoder, family: Family, taps: Taps, place: Place) -> None:
         self._config = config
         self._decoder = decoder
         self._family = family
         self._taps = taps
-        self._processes = processes
+        self._place = place
         self._width = int(config.hidden_size)
         self._block = ""
         self._streams: dict[str, int] = {}
         self._out = Installation(family, refusals=dict(family.refusals), final_norm=decoder.final_norm)
 
     def run(self) -> Installation:
+        if self._place.first:
+            self._embedding()
+        for number, block in self._decoder.blocks.items():
+            self._block = f"blocks.{number}."
+            self._streams = {}
+            self._install_block(block)
+        self._block = ""
+        if self._place.last:
+            self._unembedding(self._streams["hook_resid_post"])
+        order = {point.name: place for place, point in enumerate(HOOK_POINTS)}
+        served = {_form(site.name) for site in self._out.sites}
+        for name in order:
+            if name not in served and self._has(name):
+                self._out.refusals.setdefault(name, "the model has no place for it that is known")
+        self._out.sites.sort(key=lambda site: self._position(site.name, order))
+        return self._out
+
+    def _has(self, name: str) -> bool:
+        """Whether a hook would be in this process's stage of a pipeline."""
+        if name.startswith("blocks."):
+            return True
+        return self._place.first if name.endswith("embed") else self._place.last
+
+    def _embedding(self) -> None:
         decoder = self._decoder
         entry = next(iter(decoder.blocks.values())).layer
         if self._family.embedding_at_entry or (not self._family.known and decoder.positions is None):
@@ -119,23 +147,13 @@ class _Installer:
             hooking.after(decoder.positions, self._site("hook_pos_embed", self._width))
         else:
             self._refuse("hook_pos_embed", "the family has no learned position embedding")
-        for number, block in decoder.blocks.items():
-            self._block = f"blocks.{number}."
-            self._streams = {}
-            self._install_block(block)
-        last = self._streams["hook_resid_post"]
-        self._block = ""
-        self._norm("ln_final", decoder.final_norm, last, "the final norm is not under a known name")
+
+    def _unembedding(self, last: int) -> None:
+        self._norm("ln_final", self._decoder.final_norm, last, "the final norm is not under a known name")
         self._serve("unembed.hook_out", (int(self._config.vocab_size),))
         self._taps.site("unembed.hook_out", int(self._config.vocab_size))
-        order = {point.name: place for place, point in enumerate(HOOK_POINTS)}
-        missing = [name for name in order if not any(_form(site.name) == name for site in self._out.sites)]
-        for name in missing:
-            self._out.refusals.setdefault(name, "the model has no place for it that is known")
-        self._out.sites.sort(key=lambda site: self._place(site.name, order))
-        return self._out
 
-    def _place(self, name: str, order: dict[str, int]) -> tuple[int, int, int]:
+    def _position(self, name: str, order: dict[str, int]) -> tuple[int, int, int]:
         """Sort key: network order."""
         place = order[_form(name)]
         if name.startswith("blocks."):
@@ -165,8 +183,8 @@ class _Installer:
         """What attention or the MLP adds to the stream, and the module's output where a norm follows it; `last` is the
         projection that it ends with.
         """
-        if self._processes > 1 and (not getattr(last, "reduce_results", True) or _hands_bias_on(last)):
-            reason = f"the model runs on {self._processes} processes, and adds up their parts only in the stream"
+        if self._place.size > 1 and (not getattr(last, "reduce_results", True) or _hands_bias_on(last)):
+            reason = f"the model runs on {self._place.size} processes, and adds up their parts only in the stream"
             self._refuse(f"hook_{part}_out", reason)
         elif module is None:
             self._refuse(f"hook_{part}_out", "its module is not under a known name")
@@ -216,44 +234,47 @@ class _Installer:
     # -- attention
 
     def _attention(self, block: Block) -> None:
-        reason = self._spread()
-        if reason is None and block.kernel is None:
-            reason = "its module has no attention kernel under a known name"
+        kernel = block.kernel
+        reason = "its module has no attention kernel under a known name" if kernel is None else None
+        if kernel is not None and self._place.size > 1:
+            reason = heads_apart(block, self._place)
         if reason is not None:
             for name in _IN_ATTENTION:
                 self._refuse(name, reason)
             return
-        kernel = block.kernel
         heads, kv_heads, d_head = int(kernel.num_heads), int(kernel.num_kv_heads), int(kernel.head_size)
+        shard, kv_shard = head_shards(block, self._place)
         self._projections(block, heads, kv_heads, d_head)
         if block.attention is not None and (hasattr(block.attention, "rotary_emb") or self._decoder.rotary):
-            query = self._site("attn.hook_rot_q", heads, d_head)
-            key = self._site("attn.hook_rot_k", kv_heads, d_head)
+            query = self._site("attn.hook_rot_q", heads, d_head, shard=shard)
+            key = self._site("attn.hook_rot_k", kv_heads, d_head, shard=kv_shard)
             hooking.before_kernel(kernel, query, key)
             sources = ("attn.hook_rot_q", "attn.hook_rot_k")
         else:
             for name in ("attn.hook_rot_q", "attn.hook_rot_k"):
                 self._refuse(name, "the family has no rotary embedding")
             sources = ("attn.hook_q", "attn.hook_k")
-        self._pattern(kernel, sources)
+        self._pattern(kernel, sources, shard, kv_shard)
         if block.output is None:
             for name in ("attn.hook_z", "attn.hook_result"):
                 self._refuse(name, "the output projection is not under a known name")
             return
         _keep_bias(block.output)
-        z = self._site("attn.hook_z", heads, d_head)
+        z = self._site("attn.hook_z", heads, d_head, shard=shard)
         hooking.before(block.output, z)
         if type(getattr(block.output, "quant_method", None)).__name__ != "UnquantizedLinearMethod":
             self._refuse("attn.hook_result", "the output projection is quantized")
             return
         compute = HeadResults(heads, block.output).rows
-        self._reading("attn.hook_result", z, compute, (heads, self._width), computed=True)
+        self._reading("attn.hook_result", z, compute, (heads, self._width), computed=True, shard=shard)
 
     def _projections(self, block: Block, heads: int, kv_heads: int, d_head: int) -> None:
         shapes = {"attn.hook_q": heads, "attn.hook_k": kv_heads, "attn.hook_v": kv_heads}
+        shard, kv_shard = head_shards(block, self._place)
+        shards = {name: shard if name == "attn.hook_q" else kv_shard for name in shapes}
         if block.joint is not None:
             _keep_bias(block.joint)
-            sites = [self._site(name, count, d_head) for name, count in shapes.items()]
+            sites = [self._site(name, count, d_head, shard=shards[name]) for name, count in shapes.items()]
             if self._family.interleaved:
                 hooking.after_in_parts(block.joint, heads, [d_head] * 3, sites)
             else:
@@ -264,9 +285,9 @@ class _Installer:
             if module is None:
                 self._refuse(name, "its projection is not under a known name")
             else:
-                hooking.after(module, self._site(name, count, d_head))
+                hooking.after(module, self._site(name, count, d_head, shard=shards[name]))
 
-    def _pattern(self, kernel: Any, sources: tuple[str, str]) -> None:
+    def _pattern(self, kernel: Any, sources: tuple[str, str], shard: Shard | None, kv_shard: Shard | None) -> None:
         names = ("attn.hook_attn_scores", "attn.hook_pattern")
         served = {site.name for site in self._out.sites}
         query, key = (self._block + source for source in sources)
@@ -280,18 +301,21 @@ class _Installer:
             for name in names:
                 self._refuse(name, reason)
             return
-        heads = int(kernel.num_heads)
+        heads = int(kernel.num_heads) * _parts(shard)
+        sinks: torch.Tensor | None = getattr(implementation, "sinks", None)
+        if sinks is not None and shard is not None:
+            sinks = shard.whole(sinks.detach().view(1, -1).clone)[0]
         for name in names:
             self._serve(name, (heads, 0), computed=True, prefix=True)
             self._out.derived[self._block + name] = Pattern(
                 rows_of=query,
                 prefix_of=key,
                 heads=heads,
-                kv_heads=int(kernel.num_kv_heads),
+                kv_heads=int(kernel.num_kv_heads) * _parts(kv_shard),
                 scale=float(implementation.scale),
                 soft_cap=implementation.logits_soft_cap or None,
                 window=kernel.sliding_window,
-                sinks=getattr(implementation, "sinks", None),
+                sinks=sinks,
                 scores=name == "attn.hook_attn_scores",
             )
 
@@ -302,39 +326,51 @@ class _Installer:
             experts = getattr(self._config, "num_local_experts", None) or getattr(self._config, "num_experts", None)
             width = int(experts or block.router.weight.shape[0])
             hooking.after(block.router, self._site("mlp.hook_router_logits", width))
+            self._choice(block.experts)
         else:
-            self._refuse("mlp.hook_router_logits", "the MLP is not a mixture of experts")
-        reason = self._spread()
-        if reason is None and block.router is not None:
+            for name in ("mlp.hook_router_logits", *_CHOICE):
+                self._refuse(name, "the MLP is not a mixture of experts")
+        reason = None
+        if block.router is not None:
             reason = "the experts' hidden layers exist only inside a fused kernel"
-        elif reason is None and (block.down is None or (block.gated is None and block.up is None)):
+        elif block.down is None or (block.gated is None and block.up is None):
             reason = "its projections are not under known names"
+        elif self._place.size > 1:
+            reason = hidden_apart(block, self._place)
         if reason is not None:
             for name in _IN_MLP:
                 self._refuse(name, reason)
             return
         assert block.down is not None
-        width = int(block.down.input_size)
+        shard = hidden_shard(block, self._place)
+        width = int(block.down.input_size) // _parts(shard)
         if block.gated is not None:
-            sites = [self._site(name, width) for name in ("mlp.hook_pre", "mlp.hook_pre_linear")]
+            sites = [self._site(name, width, shard=shard) for name in ("mlp.hook_pre", "mlp.hook_pre_linear")]
             hooking.after_in_parts(block.gated, 1, [width, width], sites)
         else:
             _keep_bias(block.up)
-            hooking.after(block.up, self._site("mlp.hook_pre", width))
+            hooking.after(block.up, self._site("mlp.hook_pre", width, shard=shard))
             self._refuse("mlp.hook_pre_linear", "the MLP is not gated")
         _keep_bias(block.down)
-        hooking.before(block.down, self._site("mlp.hook_post", width))
+        hooking.before(block.down, self._site("mlp.hook_post", width, shard=shard))
+
+    def _choice(self, experts: Any) -> None:
+        """The experts that are chosen, where vLLM chooses them outside the kernel."""
+        router: Any = getattr(experts, "router", None)
+        if not hasattr(router, "_compute_routing") or experts.routed_experts.quant_method.is_monolithic:
+            for name in _CHOICE:
+                self._refuse(name, "experts are chosen inside a fused kernel")
+            return
+        for name, dtype in zip(_CHOICE, ("float32", "int32"), strict=True):
+            self._serve(name, (int(router.top_k),), dtype=dtype)
+        hooking.after_routing(router, *(self._taps.site(self._block + name, int(router.top_k)) for name in _CHOICE))
 
     # -- bookkeeping
 
-    def _spread(self) -> str | None:
-        if self._processes == 1:
-            return None
-        return f"the model runs on {self._processes} processes, each of which has a part of it"
-
-    def _site(self, name: str, *dims: int) -> int:
-        self._serve(name, dims)
-        return self._taps.site(self._block + name, prod(dims))
+    def _site(self, name: str, *dims: int, shard: Shard | None = None) -> int:
+        """A site of `dims` numbers in this process; of a shard, the whole has more in the first dimension."""
+        self._serve(name, _whole(dims, shard))
+        return self._taps.site(self._block + name, prod(dims), shard)
 
     def _reading(
         self,
@@ -345,9 +381,10 @@ class _Installer:
         dtype: str | None = None,
         *,
         computed: bool = False,
+        shard: Shard | None = None,
     ) -> None:
-        self._serve(name, dims, dtype=dtype, computed=computed)
-        self._taps.reading(self._block + name, base, compute)
+        self._serve(name, _whole(dims, shard), dtype=dtype, computed=computed)
+        self._taps.reading(self._block + name, base, compute, shard)
 
     def _serve(
         self,
@@ -364,6 +401,14 @@ class _Installer:
 
     def _refuse(self, name: str, reason: str) -> None:
         self._out.refusals.setdefault(_form(self._block + name), reason)
+
+
+def _parts(shard: Shard | None) -> int:
+    return 1 if shard is None else shard.parts
+
+
+def _whole(dims: tuple[int, ...], shard: Shard | None) -> tuple[int, ...]:
+    return (dims[0] * _parts(shard), *dims[1:])
 
 
 def _hands_bias_on(linear: Any) -> bool:

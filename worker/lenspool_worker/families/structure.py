@@ -37,6 +37,8 @@ class Block:
         Norms.
     gated, up, down
         Projections of the MLP: gate and up in one, up alone, down.
+    router, experts
+        Of a mixture of experts: the linear layer that scores them, and vLLM's fused layer.
     """
 
     layer: nn.Module
@@ -49,6 +51,7 @@ class Block:
     up: Any
     down: nn.Module | None
     router: Any
+    experts: Any
     before_attention: nn.Module | None
     after_attention: nn.Module | None
     before_mlp: nn.Module | None
@@ -130,6 +133,7 @@ def _block(layer: nn.Module) -> Block:
         up=child(mlp, _UP),
         down=child(mlp, _DOWN),
         router=child(mlp, _ROUTER),
+        experts=child(mlp, ("experts",)),
         before_attention=child(layer, _BEFORE_ATTENTION),
         after_attention=after_attention,
         before_mlp=before_mlp,

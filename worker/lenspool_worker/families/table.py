@@ -69,7 +69,9 @@ FAMILIES: tuple[Family, ...] = (
         notes=f"{_POST_NORM}. attn.hook_q and hook_k are read in front of the query and key norms",
     ),
     Family(
-        "Mixtral", ("MixtralForCausalLM",), notes="A mixture of experts: the stream, attention, and the router's logits"
+        "Mixtral",
+        ("MixtralForCausalLM",),
+        notes="A mixture of experts: the stream, attention, the router's logits and choice",
     ),
     Family("Qwen3-MoE", ("Qwen3MoeForCausalLM",), notes="As Mixtral; query and key norms as Qwen3"),
     Family(
