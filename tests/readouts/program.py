@@ -105,7 +105,7 @@ class Pool:
         from lenspool_worker.jobs import JobRunner
         from lenspool_worker.model_card import make_card
         from lenspool_worker.room import Room
-from lenspool_worker.token_streams import TokenStreams
+        from lenspool_worker.token_streams import TokenStreams
 
         self.store = store
         self.card: ModelCard = make_card(
