@@ -49,7 +49,7 @@ def bad_requests(engine: Asker, tokens: list[int]) -> list[tuple[str, EngineRequ
         ("unknown edited hook", ask({**edit("zero"), "hook": "nowhere"}), UnknownHook, "interventions[0].hook"),
         ("logits edited", ask({**edit("zero"), "hook": "unembed.hook_out"}), UnsupportedHook, "interventions[0].hook"),
         ("narrow direction", ask(edit("project_out", value=array(ones[:64]), coefficient=1.0)), InvalidJob, value),
-        ("no rows", ask(edit("set", value={**array(ones[None]), "rows": [[1, 2]]})), InvalidJob, value),
+        ("no rows", ask(edit("set", value={**array(ones[None]), "rows": [[1, 3]]})), InvalidJob, value),
         ("wrong width", ask(edit("add", value=array(ones[:-1]), coefficient=1.0)), InvalidJob, value),
         ("two-dimensional", ask(edit("set", value=array(ones[None]))), InvalidJob, value),
         ("wrong dtype", ask(edit("set", value=array(ones.astype(np.float64)))), InvalidJob, value),

@@ -98,22 +98,23 @@ async def test_nothing_of_nan_and_infinity_is_left(engine: Asker, prompts: Promp
         assert worst(rows, alone)[0] <= TOLERANCE
 
 
-async def test_an_edit_bound_to_tokens(engine: Asker, exact: Oracle, prompts: Prompts) -> None:
-    """In the prompt and in what is generated, wherever the token stands, and nowhere else."""
-    (prompt,) = prompts([14])
-    hook = "blocks.10.hook_attn_out"
-    plain, _ = await engine.generate(prompt, 12)
-    bound = sorted({plain.token_ids[1], prompt[3]})
-    edit = {"hook": hook, "op": "scale", "factor": -3.0, "ranges": [[0, None]], "tokens": bound}
-    result, rows = await engine.generate(prompt, 12, [hook, *DOWNSTREAM[:2]], edits=[edit])
-    tokens = [*prompt, *result.token_ids[:-1]]
-    places = [p for p, token in enumerate(tokens) if token in bound]
-    assert places[0] <= 3 and places[-1] >= len(prompt), "in the prompt, and in what was generated"
-    check(prompt, result.token_ids, rows, [(hook, lambda x: -3.0 * x, [(p, p + 1) for p in places])], exact)
-
-
 GOLDEN = [1, 504, 3575, 282, 4649, 314]
 """Token ids of TransformerLens's own acceptance numbers for SmolLM2-135M-Instruct."""
+
+
+async def test_an_edit_bound_to_tokens(engine: Asker, exact: Oracle) -> None:
+    """In the prompt and in what is generated, wherever the token stands, and nowhere else."""
+    hook = "blocks.10.hook_attn_out"
+    edit: dict[str, Any] = {"hook": hook, "op": "scale", "factor": -3.0, "ranges": [[0, None]], "tokens": [GOLDEN[3]]}
+    first, _ = await engine.generate(GOLDEN, 1, edits=[edit])
+    bound = [GOLDEN[3], *first.token_ids]
+    assert first.token_ids[0] not in GOLDEN
+    edit["tokens"] = sorted(bound)
+    result, rows = await engine.generate(GOLDEN, 12, [hook, *DOWNSTREAM[:2]], edits=[edit])
+    tokens = [*GOLDEN, *result.token_ids[:-1]]
+    places = [p for p, token in enumerate(tokens) if token in bound]
+    assert places[:2] == [3, 6], "in the prompt, and in what was generated"
+    check(GOLDEN, result.token_ids, rows, [(hook, lambda x: -3.0 * x, [(p, p + 1) for p in places])], exact)
 
 
 @pytest.mark.parametrize(

@@ -90,6 +90,10 @@ def swapped(arrays: Arrays) -> None:
     )
 
 
+def scaled_behind_the_tap(arrays: Arrays) -> None:
+    arrays["hook_embed"] = arrays["hook_embed"] / np.float32(2)
+
+
 def one_foreign_row(arrays: Arrays) -> None:
     arrays["blocks.1.hook_attn_out"][5] = arrays["blocks.1.hook_attn_out"][6]
 
@@ -105,6 +109,7 @@ def one_foreign_row(arrays: Arrays) -> None:
         (half_a_stream, "blocks.1.hook_resid_mid differs"),
         (summed_twice, "blocks.2.hook_resid_post differs"),
         (swapped, "blocks.0.hook_resid_mid differs"),
+        (scaled_behind_the_tap, "blocks.0.hook_resid_pre differs from hook_embed"),
         (one_foreign_row, "blocks.1.hook_resid_mid differs"),
     ],
 )

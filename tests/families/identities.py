@@ -58,6 +58,8 @@ class Weights:
             }
             if i:
                 yield "resid_pre[i+1] = resid_post[i]", here["resid_pre"], rows[f"blocks.{i - 1}.hook_resid_post"]
+            if "attn_out" not in here:  # refused, of a family that is not known
+                continue
             if "resid_mid" in here:
                 yield "resid_pre + attn_out = resid_mid", here["resid_pre"] + here["attn_out"], here["resid_mid"]
                 yield "resid_mid + mlp_out = resid_post", here["resid_mid"] + here["mlp_out"], here["resid_post"]

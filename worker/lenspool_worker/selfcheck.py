@@ -71,6 +71,8 @@ def examine(
 
 def _sums(here: str, after: str | None, hooks: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
     """Tensors of a layer that are sums of others."""
+    if here == "blocks.0" and "hook_embed" in hooks:
+        yield f"{here}.hook_resid_pre", ["hook_embed", *(["hook_pos_embed"] if "hook_pos_embed" in hooks else [])]
     if f"{here}.hook_resid_mid" in hooks:
         yield f"{here}.hook_resid_mid", [f"{here}.hook_resid_pre", f"{here}.hook_attn_out"]
         yield f"{here}.hook_resid_post", [f"{here}.hook_resid_mid", f"{here}.hook_mlp_out"]
