@@ -25,6 +25,7 @@ from lenspool.errors import (
     UnsupportedHook,
     WorkerLost,
 )
+from lenspool.handle import Job
 from lenspool.interventions import (
     ArrayRef,
     Intervention,
@@ -62,6 +63,7 @@ __all__ = [
     "HookInfo",
     "Intervention",
     "InvalidJob",
+    "Job",
     "JobCancelled",
     "LenspoolError",
     "Logprobs",

@@ -12,11 +12,12 @@ from typing import Any, TypeVar
 import numpy as np
 
 from lenspool.access import Access, Found
-from lenspool.errors import DeadlineExceeded
 from lenspool.job import Request, job_id
-from lenspool.queue import JobQueue, JobTicket
+from lenspool.queue import JobQueue
 from lenspool.result import Capture, Generation
 from lenspool.streaming import Delta, Tell
+from lenspool.terms import Terms, check_seconds
+from lenspool.ticket import answer_of
 from lenspool.token_feed import TokenFeed
 from lenspool.tokenizer import Tokenizer
 from lenspool_cache import CacheError
@@ -38,9 +39,25 @@ class Desk:
     tokenizer: Tokenizer | None
 
     async def answer(
-        self, request: Request, result: type[ResultT], timeout: float | None, tell: Tell | None = None
+        self,
+        request: Request,
+        result: type[ResultT],
+        timeout: float | None,
+        terms: Terms,
+        *,
+        tell: Tell | None = None,
+        whole: bool = False,
     ) -> ResultT:
-        """The result of a request; `tell` hears of a generation's tokens meanwhile, some of them perhaps twice."""
+        """The result of a request.
+
+        Parameters
+        ----------
+        tell
+            Hears of a generation's tokens meanwhile, of some of them perhaps twice.
+        whole
+            The job is the one that the whole request names, whatever the store has of it.
+        """
+        check_seconds("timeout", timeout)
         found = await self.access.find(request, ran=False)
         job: dict[str, Any] = {}
         began = time.monotonic()
@@ -48,36 +65,19 @@ class Desk:
             if found.complete:
                 break
             await asyncio.gather(*(self.access.put_array(digest, a) for digest, a in request.arrays.items()))
-            document = request.document(found.missing)
+            document = request.document(request.whole if whole else found.missing)
             listening: contextlib.AbstractAsyncContextManager[None] = contextlib.nullcontext()
             if tell is not None and found.generation is not None:
                 tell(Delta(0, found.generation["token_ids"], found.generation["text"] or "", 0))
             elif tell is not None:
                 listening = self.feed.listening(request.card.id, job_id(document), tell)
             async with listening:
-                ticket = self.queue.submit(request.card.id, document, fresh=attempt > 0)
-                job = await _wait(ticket, timeout)
+                ticket = self.queue.submit(request.card.id, document, terms, fresh=attempt > 0)
+                job = await answer_of(ticket, timeout, terms.queue_timeout)
             found = await self.access.find(request, ran=True)
         if not found.complete:
             raise CacheError(f"the rows of {request.run} were computed {_ATTEMPTS} times, and are not in the store")
         return _result(request, result, found, self.tokenizer, job, time.monotonic() - began)
-
-
-async def _wait(ticket: JobTicket, timeout: float | None) -> dict[str, Any]:
-    """Await a job; at the deadline say where it stood, and give it up."""
-    waiting = asyncio.ensure_future(ticket.result())
-    try:
-        done, _ = await asyncio.wait([waiting], timeout=timeout)
-        if not done:
-            stage = "run" if await ticket.status() == "started" else "queue"
-            raise DeadlineExceeded(stage, timeout or 0.0, job_id=ticket.id)
-        job = waiting.result()
-        # of a job that had finished before, nothing was computed for this call
-        return {**job, "computed_rows": 0, "run_s": 0.0, "generated": False} if ticket.reused else job
-    finally:
-        if not waiting.done():
-            waiting.cancel()
-            await asyncio.gather(waiting, return_exceptions=True)
 
 
 def _result(

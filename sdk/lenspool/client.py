@@ -19,15 +19,18 @@ from lenspool.answer import Desk
 from lenspool.card import HookInfo, ModelCard
 from lenspool.counts import job_counts
 from lenspool.errors import InvalidJob, UnknownModel
+from lenspool.handle import Job, record_of
 from lenspool.hooks import resolve
 from lenspool.interventions import ArrayRef, Intervention, as_float32
 from lenspool.job import Request, prepare
+from lenspool.orders import Orders
 from lenspool.queue import JobQueue
 from lenspool.readouts import Readout
 from lenspool.result import Capture, Generation
 from lenspool.sampling import Sampling, check_integer, sampling_document
 from lenspool.staged import mean_norms, resolved
 from lenspool.streaming import Tell, TokenStream
+from lenspool.terms import Lane, Terms
 from lenspool.token_feed import TokenFeed
 from lenspool.tokenizer import from_bytes
 from lenspool_cache.keys import array_digest
@@ -76,6 +79,7 @@ class Client:
         self._store = os.environ.get("LENSPOOL_STORE") if store is None else store
         self._inline_limit = inline_limit
         self._queue = JobQueue(self.url, patience=patience)
+        self._orders = Orders(self._queue)
         self._feed = TokenFeed(self._queue, self.url)
         self._ready: tuple[ModelCard, Desk] | None = None
         self._connecting = asyncio.Lock()
@@ -177,7 +181,10 @@ class Client:
         *,
         positions: Any = "all",
         interventions: Interventions = (),
+        lane: Lane = "interactive",
         timeout: float | None = None,
+        queue_timeout: float | None = None,
+        run_timeout: float | None = None,
     ) -> Capture:
         """Activations of a prompt.
 
@@ -192,8 +199,11 @@ class Client:
             `"all"`, `"last"`, an int, a list of ints, a slice; see `lenspool.positions`.
         interventions
             Edits made during the run; captures show the edited values.
-        timeout
-            Seconds until `DeadlineExceeded`; None waits as long as the pool lives.
+        lane
+            `"batch"` for what takes its time: jobs in it let others pass.
+        timeout, queue_timeout, run_timeout
+            Seconds for everything, until the job is started, and for its run. Then `DeadlineExceeded`, whose `stage`
+            says where the job stood. None waits as long as the pool lives.
 
         Returns
         -------
@@ -207,10 +217,36 @@ class Client:
         PoolUnavailable, DeadlineExceeded, EngineFailed, WorkerLost, CacheError
             See `lenspool.errors`.
         """
+        desk, request = await self._capturing(prompt, hooks, positions, interventions)
+        return await desk.answer(request, Capture, timeout, Terms(lane, queue_timeout, run_timeout))
+
+    async def submit_capture(
+        self,
+        prompt: Prompt,
+        hooks: Hooks,
+        *,
+        positions: Any = "all",
+        interventions: Interventions = (),
+        lane: Lane = "interactive",
+        queue_timeout: float | None = None,
+        run_timeout: float | None = None,
+    ) -> Job[Capture]:
+        """Like `capture`, without waiting: the job runs also when this process ends.
+
+        Raises
+        ------
+        InvalidJob, QueueFull, PoolUnavailable
+            Nothing was queued.
+        """
+        _, request = await self._capturing(prompt, hooks, positions, interventions)
+        return await self._submit(request, Terms(lane, queue_timeout, run_timeout))
+
+    async def _capturing(
+        self, prompt: Prompt, hooks: Hooks, positions: Any, interventions: Interventions
+    ) -> tuple[Desk, Request]:
         card, desk = await self._connect()
         interventions, norms = await resolved(self, prompt, interventions)
-        request = prepare(card, desk.tokenizer, prompt, hooks, positions, interventions, norms=norms)
-        return await desk.answer(request, Capture, timeout)
+        return desk, prepare(card, desk.tokenizer, prompt, hooks, positions, interventions, norms=norms)
 
     @overload
     async def generate(  # type: ignore[overload-overlap]  # 1 is the one int that gives no list
@@ -221,7 +257,10 @@ class Client:
         hooks: Hooks = (),
         positions: Any = "all",
         interventions: Interventions = (),
+        lane: Lane = "interactive",
         timeout: float | None = None,
+        queue_timeout: float | None = None,
+        run_timeout: float | None = None,
         **sampling: Unpack[Sampling],
     ) -> Generation: ...
 
@@ -234,7 +273,10 @@ class Client:
         hooks: Hooks = (),
         positions: Any = "all",
         interventions: Interventions = (),
+        lane: Lane = "interactive",
         timeout: float | None = None,
+        queue_timeout: float | None = None,
+        run_timeout: float | None = None,
         **sampling: Unpack[Sampling],
     ) -> list[Generation]: ...
 
@@ -246,7 +288,10 @@ class Client:
         hooks: Hooks = (),
         positions: Any = "all",
         interventions: Interventions = (),
+        lane: Lane = "interactive",
         timeout: float | None = None,
+        queue_timeout: float | None = None,
+        run_timeout: float | None = None,
         **sampling: Unpack[Sampling],
     ) -> Generation | list[Generation]:
         """Generate, with activations and edits in prefill and decode.
@@ -256,7 +301,7 @@ class Client:
 
         Parameters
         ----------
-        prompt, hooks, interventions, timeout
+        prompt, hooks, interventions, lane, timeout, queue_timeout, run_timeout
             As in `capture`.
         n
             Number of samples. Sample i of a seeded call is that of a single call with `seed + i`.
@@ -278,6 +323,7 @@ class Client:
         PoolUnavailable, DeadlineExceeded, EngineFailed, WorkerLost, CacheError
             See `lenspool.errors`.
         """
+        terms = Terms(lane, queue_timeout, run_timeout)
         count = check_integer("n", n, 1, None)
         chosen = sampling_document(**sampling)
         seed = chosen["seed"]
@@ -287,9 +333,9 @@ class Client:
             check_integer("seed", seed, 0, 2**63 - count)
         desk, first = await self._generating(prompt, hooks, positions, interventions, chosen)
         if count == 1:
-            return await desk.answer(first, Generation, timeout)
+            return await desk.answer(first, Generation, timeout, terms)
         requests = [first, *(first.resampled(None if seed is None else seed + i) for i in range(1, count))]
-        samples = [asyncio.create_task(desk.answer(request, Generation, timeout)) for request in requests]
+        samples = [asyncio.create_task(desk.answer(request, Generation, timeout, terms)) for request in requests]
         try:
             return list(await asyncio.gather(*samples))
         finally:
@@ -303,7 +349,10 @@ class Client:
         hooks: Hooks = (),
         positions: Any = "all",
         interventions: Interventions = (),
+        lane: Lane = "interactive",
         timeout: float | None = None,
+        queue_timeout: float | None = None,
+        run_timeout: float | None = None,
         **sampling: Unpack[Sampling],
     ) -> TokenStream:
         """Generate, and read the tokens while they are made; the arguments are those of `generate`.
@@ -319,9 +368,26 @@ class Client:
         async def answer(tell: Tell) -> Generation:
             chosen = sampling_document(**sampling)
             desk, request = await self._generating(prompt, hooks, positions, interventions, chosen)
-            return await desk.answer(request, Generation, timeout, tell)
+            return await desk.answer(request, Generation, timeout, Terms(lane, queue_timeout, run_timeout), tell=tell)
 
         return TokenStream(answer)
+
+    async def submit_generate(
+        self,
+        prompt: Prompt,
+        *,
+        hooks: Hooks = (),
+        positions: Any = "all",
+        interventions: Interventions = (),
+        lane: Lane = "interactive",
+        queue_timeout: float | None = None,
+        run_timeout: float | None = None,
+        **sampling: Unpack[Sampling],
+    ) -> Job[Generation]:
+        """Like `generate`, without waiting: the job runs also when this process ends; see `submit_capture`."""
+        chosen = sampling_document(**sampling)
+        _, request = await self._generating(prompt, hooks, positions, interventions, chosen)
+        return await self._submit(request, Terms(lane, queue_timeout, run_timeout))
 
     async def _generating(
         self, prompt: Prompt, hooks: Hooks, positions: Any, interventions: Interventions, sampling: dict[str, Any]
@@ -344,12 +410,15 @@ class Client:
     ) -> AsyncIterator[Any]:
         """Capture many prompts, at most `concurrency` at a time; prompts are drawn as results are taken.
 
+        The jobs wait in the batch lane, unless `lane="interactive"` is given.
+
         Yields
         ------
         Capture
             In the order of the prompts, or as they finish when `ordered=False`. With `return_exceptions=True` an error
             takes its result's place, otherwise it is raised and the rest is cancelled.
         """
+        options.setdefault("lane", "batch")
         names = [hooks] if isinstance(hooks, (str, Readout)) else list(hooks)
         source, running = iter(prompts), list[asyncio.Task[Capture]]()
         try:
@@ -375,6 +444,34 @@ class Client:
             for task in running:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
+
+    def job(self, id: str) -> Job[Any]:
+        """The handle of a job that was submitted here or elsewhere, by its id."""
+        return Job(self, id)
+
+    async def _submit(self, request: Request, terms: Terms) -> Job[Any]:
+        """Queue the whole request as one job, unless the store has it."""
+        document = request.document(request.whole)
+        job_id = await self._orders.record(document, record_of(request))
+        if not await self._stored(request):
+            access = (await self._connect())[1].access
+            await asyncio.gather(*(access.put_array(digest, array) for digest, array in request.arrays.items()))
+            await self._orders.place(request.card.id, document, terms)
+        return Job(self, job_id, request)
+
+    async def _stored(self, request: Request) -> bool:
+        """Whether the store has all of a request."""
+        return (await (await self._connect())[1].access.find(request, ran=False)).complete
+
+    async def _result_of(self, job_id: str, request: Request, timeout: float | None) -> Any:
+        """The result of a submitted job."""
+        if not await self._stored(request):
+            failure = await self._orders.failure(job_id)
+            if failure is not None:
+                raise failure
+        kind: Any = Capture if request.sampling is None else Generation
+        desk = (await self._connect())[1]
+        return await desk.answer(request, kind, timeout, Terms("batch", follow=True), whole=True)
 
     async def _connect(self) -> tuple[ModelCard, Desk]:
         async with self._connecting:

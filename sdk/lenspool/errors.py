@@ -10,7 +10,7 @@
     ├── DeadlineExceeded                .stage = "queue" | "run"
     ├── JobCancelled
     ├── PoolUnavailable                 broker down, or no live worker for the model
-    ├── QueueFull                       .limit
+    ├── QueueFull                       .limit .scope
     ├── WorkerLost                      .attempts
     ├── EngineFailed                    .detail
     └── CacheError
@@ -122,13 +122,22 @@ class PoolUnavailable(LenspoolError):
 
 
 class QueueFull(LenspoolError):
-    """The model's queue has reached its limit."""
+    """No more jobs may wait.
+
+    Attributes
+    ----------
+    limit
+        The most jobs that may wait.
+    scope
+        `"client"`: the limit is that of one client in one lane; `"model"`: of all clients of the model together.
+    """
 
     retryable = True
 
-    def __init__(self, limit: int, *, job_id: str | None = None) -> None:
-        super().__init__(f"the queue is full ({limit} jobs)", job_id=job_id)
+    def __init__(self, limit: int, scope: str = "model", *, job_id: str | None = None) -> None:
+        super().__init__(f"the queue is full: at most {limit} jobs may wait per {scope}", job_id=job_id)
         self.limit = limit
+        self.scope = scope
 
 
 class WorkerLost(LenspoolError):
@@ -155,7 +164,7 @@ _FIELDS: dict[type[LenspoolError], tuple[str, ...]] = {
     UnsupportedHook: ("name", "reason"),
     UnknownModel: ("name", "available"),
     DeadlineExceeded: ("stage", "seconds"),
-    QueueFull: ("limit",),
+    QueueFull: ("limit", "scope"),
     WorkerLost: ("attempts",),
     EngineFailed: ("detail",),
     CacheCorrupt: ("key",),

@@ -74,6 +74,11 @@ class Request:
             return self.ranges
         return entries.parse(name).rows(self.ranges, len(self.tokens))
 
+    @property
+    def whole(self) -> dict[str, Sequence[OpenRange]]:
+        """All rows of this request, as `document` takes them."""
+        return {name: self.ranges_of(name) for name in self.hooks}
+
     def document(self, missing: Mapping[str, Sequence[OpenRange]]) -> dict[str, Any]:
         """Job document that asks for the given rows of this request: hook -> ranges.
 

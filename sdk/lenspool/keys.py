@@ -11,7 +11,11 @@ CARDS = "lenspool:cards"
 DONE_PREFIX = "lenspool:done:"
 """Stream per client: one message for each job that ended and that the client waits for."""
 
+KEPT = "kept"
+"""Who waits for a job that is to run whether a client is there or not."""
+
 DONE_TTL = 3600
+REQUEST_TTL = 7 * 24 * 3600
 WAITERS_TTL = 24 * 3600
 TOKENS_TTL = 600
 STREAMED_TTL = 3600
@@ -35,6 +39,11 @@ def array(digest: str) -> str:
 def blob(job_id: str) -> str:
     """Rows on their way to a client without access to the store."""
     return f"lenspool:blob:{job_id}"
+
+
+def request(job_id: str) -> str:
+    """The whole request of a submitted job, from which another process makes its handle."""
+    return f"lenspool:request:{job_id}"
 
 
 def done(client_id: str) -> str:
@@ -71,8 +80,38 @@ def reaper(queue_name: str) -> str:
 
 
 def queue_name(card_id: str) -> str:
-    """Name of the rq queue of a model."""
+    """Name of the rq queue of a model: its registries, and jobs that come back to be run again."""
     return f"lenspool:{card_id}"
+
+
+def lane_name(card_id: str, lane: str, client_id: str) -> str:
+    """Name of the rq queue in which jobs of one client wait in one lane."""
+    return f"lenspool:{card_id}:{lane}:{client_id}"
+
+
+def ring(card_id: str) -> str:
+    """Sorted set: keys of the clients' rq queues, scored by the turn at which each is served next."""
+    return f"lenspool:ring:{card_id}"
+
+
+def turn(card_id: str) -> str:
+    """The turn of the queue that was served last."""
+    return f"lenspool:turn:{card_id}"
+
+
+def limits(card_id: str) -> str:
+    """Hash of the most jobs that may wait: `model` in all, `client` of one client in one lane; set by workers."""
+    return f"lenspool:limits:{card_id}"
+
+
+def queued(card_id: str) -> str:
+    """Upper bound on the number of jobs that wait, made exact when it reaches the limit."""
+    return f"lenspool:queued:{card_id}"
+
+
+def work(card_id: str) -> str:
+    """Pubsub channel: a queue that was empty has a job."""
+    return f"lenspool:work:{card_id}"
 
 
 def suspects_name(card_id: str) -> str:

@@ -19,7 +19,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
 from lenspool import keys, scripts
-from lenspool.errors import LenspoolError, PoolUnavailable
+from lenspool.errors import LenspoolError, PoolUnavailable, QueueFull
 from lenspool.submission import Submissions, result_of
 from lenspool.ticket import Flight
 
@@ -175,6 +175,8 @@ class Link:
         flight = call.flight
         if isinstance(reply, Exception):
             self._fail([flight], PoolUnavailable(f"Redis refuses the job: {reply}"))
+        elif reply[0] == b"full":
+            self._fail([flight], QueueFull(reply[1], reply[2].decode(), job_id=flight.id))
         elif reply[0] != b"hit":
             flight.fresh, flight.placed = False, True
         elif flight.fresh and not call.fresh:  # somebody joined meanwhile who has no use for the old result
@@ -191,7 +193,7 @@ class Link:
                 if call.kind == "submit":
                     flight.sent, call.fresh = True, flight.fresh
                     touched, arguments = self._submissions.submit(
-                        flight.id, flight.card_id, flight.document, fresh=flight.fresh, timeout=flight.timeout
+                        flight.id, flight.card_id, flight.document, flight.terms, fresh=flight.fresh
                     )
                 else:
                     touched, arguments = self._submissions.cancel(flight.id, flight.card_id)

@@ -16,6 +16,7 @@ import redis.asyncio
 from lenspool.errors import DeadlineExceeded, LenspoolError, to_wire
 from lenspool.link import NO_ANSWER, Link
 from lenspool.submission import JOB_PREFIX, encode, error_of, run_timeout
+from lenspool.terms import Terms
 from lenspool.ticket import CANCELLED, CLOSED, Flight, JobTicket, Outcome
 from lenspool.watch import Watch
 
@@ -79,7 +80,7 @@ class JobQueue:
         await self.link.close()
 
     def submit(
-        self, card_id: str, document: Mapping[str, Any], *, fresh: bool = False, timeout: float | None = None
+        self, card_id: str, document: Mapping[str, Any], terms: Terms | None = None, *, fresh: bool = False
     ) -> JobTicket:
         """Ask for a job; returns at once.
 
@@ -89,10 +90,10 @@ class JobQueue:
             Id of the card of the model that is to run it.
         document
             Job document. Equal documents share one job, in this process and with other clients.
+        terms
+            Its lane, and the seconds that it may wait and run. Who joins a job that waits already improves its terms.
         fresh
             Do not take the result of a finished job: run it again.
-        timeout
-            Seconds that the run may take.
 
         Raises
         ------
@@ -102,14 +103,16 @@ class JobQueue:
         if self._watching is None:
             raise RuntimeError("the queue is not open")
         job_id, data = encode(document)
+        terms = terms or Terms()
         flight = self._flights.get(job_id)
         if flight is None:
-            flight = self._flights[job_id] = Flight(job_id, card_id, data, fresh, timeout)
+            flight = self._flights[job_id] = Flight(job_id, card_id, data, fresh, terms)
             self.link.send("submit", flight)
         else:
             flight.fresh = flight.fresh or (fresh and not flight.placed)
-            if flight.timeout is not None:
-                flight.timeout = None if timeout is None else max(flight.timeout, timeout)
+            before, flight.terms = flight.terms, flight.terms.joined(terms)
+            if flight.terms != before and flight.placed:
+                self.link.send("submit", flight)
         ticket = JobTicket(self, flight)
         flight.tickets.add(ticket)
         return ticket
@@ -126,14 +129,12 @@ class JobQueue:
         del self._flights[flight.id]
         return self.link.send("cancel", flight) if flight.sent else None
 
-    async def status(self, flight: Flight) -> str:
+    async def status(self, job_id: str) -> str:
         """Status of a job in Redis, in the words of `JobTicket.status`."""
-        if not flight.sent:
-            return "queued"
         try:
             async with asyncio.timeout(2.0):
                 commands: Any = self.redis  # redis-py types a command as either sync or async
-                state = await commands.hget(JOB_PREFIX + flight.id, "status")
+                state = await commands.hget(JOB_PREFIX + job_id, "status")
         except NO_ANSWER:
             return "unknown"
         return _STATUS.get(state.decode(), "unknown") if state else "unknown"
@@ -164,8 +165,7 @@ class JobQueue:
                 self.link.send("submit", flight)
             return
         error = error_of(job_id, state, text)
-        limit = isinstance(error, DeadlineExceeded) and error.stage == "run" and error.seconds
-        if state == "abandoned" or (limit and limit < run_timeout(flight.timeout)):
+        if state == "abandoned" or (isinstance(error, DeadlineExceeded) and _shorter(error, flight.terms)):
             self.link.send("submit", flight)  # ended by another client's change of mind, or its shorter limit
         else:
             self.settle(flight, Outcome(error=to_wire(error)))
@@ -185,3 +185,12 @@ class JobQueue:
             self.settle(flight, outcome)
             if flight.sent:
                 self.link.send("cancel", flight)
+
+
+def _shorter(error: DeadlineExceeded, terms: Terms) -> bool:
+    """Whether the limit that ended a job is shorter than these terms: it was another client's."""
+    if terms.follow:
+        return False
+    if error.stage == "run":
+        return error.seconds < run_timeout(terms.run_timeout)
+    return terms.queue_timeout is None or error.seconds < terms.queue_timeout

@@ -31,10 +31,12 @@ from lenspool.rq_json import (
     JsonQueue,
     StrictJSON,
 )
+from lenspool.terms import Terms
 from lenspool_cache.keys import canonical_json
 
 log = logging.getLogger(__name__)
 
+QUEUE_PREFIX = JsonQueue.redis_queue_namespace_prefix
 JOB_PREFIX = JsonJob.redis_job_namespace_prefix
 RESULT_PREFIX = Result.get_key("")
 CHANNEL_PREFIX = PUBSUB_CHANNEL_TEMPLATE % ""
@@ -65,14 +67,16 @@ class Submissions:
             queue = self._queues[card_id] = JsonQueue(keys.queue_name(card_id), connection=self._offline)
         return queue
 
-    def submit(self, job_id: str, card_id: str, document: bytes, *, fresh: bool, timeout: float | None) -> Call:
-        """Call of SUBMIT for a document in canonical bytes."""
+    def submit(
+        self, job_id: str, card_id: str, document: bytes, terms: Terms, *, fresh: bool, kept: bool = False
+    ) -> Call:
+        """Call of SUBMIT for a document in canonical bytes; a kept job waits for no client, and is not cancelled."""
         queue = self._queue(card_id)
         job = queue.create_job(
             JOB_FUNCTION,
             job_id=job_id,
             description=JOB_FUNCTION,
-            timeout=run_timeout(timeout),
+            timeout=run_timeout(terms.run_timeout),
             result_ttl=RESULT_TTL,
             failure_ttl=FAILURE_TTL,
             retry=self._retry,
@@ -81,17 +85,31 @@ class Submissions:
         job.data = b'["%s",null,[%s],{}]' % (JOB_FUNCTION.encode(), document)
         touched = [
             job.key,
-            queue.key,
             queue.redis_queues_keys,
             keys.waiters(job_id),
             Result.get_key(job_id),
             queue.failed_job_registry.key,
             queue.canceled_job_registry.key,
             queue.finished_job_registry.key,
+            queue.redis_queue_namespace_prefix + keys.lane_name(card_id, terms.lane, self._client_id),
+            keys.ring(card_id),
+            keys.turn(card_id),
+            keys.queued(card_id),
         ]
-        return touched, [job_id, self._client_id, int(fresh), keys.WAITERS_TTL, *_build_hset_args(job)]
+        arguments = [
+            job_id,
+            keys.KEPT if kept else self._client_id,
+            int(fresh),
+            keys.WAITERS_TTL,
+            terms.lane,
+            self._client_id,
+            -1 if terms.follow else terms.queue_timeout or 0,
+            keys.work(card_id),
+            keys.limits(card_id),
+        ]
+        return touched, [*arguments, *_build_hset_args(job)]
 
-    def cancel(self, job_id: str, card_id: str) -> Call:
+    def cancel(self, job_id: str, card_id: str, *, kept: bool = False) -> Call:
         """Call of CANCEL."""
         queue = self._queue(card_id)
         prefix = queue.redis_queue_namespace_prefix
@@ -99,11 +117,13 @@ class Submissions:
             JOB_PREFIX + job_id,
             keys.waiters(job_id),
             queue.canceled_job_registry.key,
+            keys.ring(card_id),
+            queue.redis_queues_keys,
             queue.key,
             prefix + keys.suspects_name(card_id),
             prefix + keys.alone_name(card_id),
         ]
-        return touched, [job_id, self._client_id, RESULT_TTL, CHANNEL_PREFIX]
+        return touched, [job_id, keys.KEPT if kept else self._client_id, RESULT_TTL, CHANNEL_PREFIX]
 
 
 def encode(document: Mapping[str, Any]) -> tuple[str, bytes]:

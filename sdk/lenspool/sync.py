@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any, Literal, Self, TypeVar, overload
 
 from lenspool import client as aio
-from lenspool import local, streaming
+from lenspool import handle, local, streaming
 from lenspool.card import HookInfo, ModelCard
 from lenspool.interventions import ArrayRef
 from lenspool.result import Capture, Generation
@@ -109,6 +109,30 @@ class TokenStream:
         return self._stream.exact
 
 
+class Job:
+    """The sync twin of `lenspool.Job`."""
+
+    def __init__(self, loop: _Loop, job: handle.Job[Any]) -> None:
+        self._loop, self._job = loop, job
+        self.id = job.id
+
+    def status(self) -> str:
+        """See `lenspool.Job.status`."""
+        return self._loop.run(self._job.status())
+
+    def position(self) -> int | None:
+        """See `lenspool.Job.position`."""
+        return self._loop.run(self._job.position())
+
+    def result(self, timeout: float | None = None) -> Any:
+        """See `lenspool.Job.result`."""
+        return self._loop.run(self._job.result(timeout))
+
+    def cancel(self) -> None:
+        """See `lenspool.Job.cancel`."""
+        self._loop.run(self._job.cancel())
+
+
 class Client:
     """The sync twin of `lenspool.Client`; the same arguments."""
 
@@ -165,6 +189,18 @@ class Client:
     def generate(self, prompt: aio.Prompt, *, n: int = 1, **options: Any) -> Generation | list[Generation]:
         """See `lenspool.Client.generate`."""
         return self._loop.run(self._client.generate(prompt, n=n, **options))
+
+    def submit_capture(self, prompt: aio.Prompt, hooks: aio.Hooks, **options: Any) -> Job:
+        """See `lenspool.Client.submit_capture`."""
+        return Job(self._loop, self._loop.run(self._client.submit_capture(prompt, hooks, **options)))
+
+    def submit_generate(self, prompt: aio.Prompt, **options: Any) -> Job:
+        """See `lenspool.Client.submit_generate`."""
+        return Job(self._loop, self._loop.run(self._client.submit_generate(prompt, **options)))
+
+    def job(self, id: str) -> Job:
+        """See `lenspool.Client.job`."""
+        return Job(self._loop, self._client.job(id))
 
     def stream(self, prompt: aio.Prompt, **options: Any) -> TokenStream:
         """See `lenspool.Client.stream`."""

@@ -6,7 +6,8 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from lenspool.errors import JobCancelled, from_wire, to_wire
+from lenspool.errors import DeadlineExceeded, JobCancelled, from_wire, to_wire
+from lenspool.terms import Terms
 
 if TYPE_CHECKING:
     from lenspool.queue import JobQueue
@@ -42,7 +43,7 @@ class Flight:
     card_id: str
     document: bytes
     fresh: bool
-    timeout: float | None
+    terms: Terms
     tickets: set[JobTicket] = field(default_factory=set)
     sent: bool = False
     placed: bool = False
@@ -102,7 +103,7 @@ class JobTicket:
             if error is None:
                 return "finished"
             return "cancelled" if isinstance(from_wire(error), JobCancelled) else "failed"
-        return await self._queue.status(self._flight)
+        return await self._queue.status(self.id) if self._flight.sent else "queued"
 
     async def cancel(self) -> None:
         """Give the ticket up; returns when Redis knows, or cannot be reached."""
@@ -114,6 +115,35 @@ class JobTicket:
         """Wake whoever awaits the result."""
         if not self._outcome.done():
             self._outcome.set_result(outcome)
+
+
+async def answer_of(ticket: JobTicket, timeout: float | None, queue_timeout: float | None) -> dict[str, Any]:
+    """Await a job; at a deadline say where it stood, and give it up.
+
+    Parameters
+    ----------
+    timeout, queue_timeout
+        Seconds for everything, and until it has been started.
+    """
+    loop = asyncio.get_running_loop()
+    end = None if timeout is None else loop.time() + timeout
+    waiting = asyncio.ensure_future(ticket.result())
+    try:
+        if queue_timeout is not None and (timeout is None or queue_timeout < timeout):
+            await asyncio.wait([waiting], timeout=queue_timeout)
+            if not waiting.done() and await ticket.status() == "queued":
+                raise DeadlineExceeded("queue", queue_timeout, job_id=ticket.id)
+        done, _ = await asyncio.wait([waiting], timeout=None if end is None else end - loop.time())
+        if not done:
+            stage = "run" if await ticket.status() == "started" else "queue"
+            raise DeadlineExceeded(stage, timeout or 0.0, job_id=ticket.id)
+        job = waiting.result()
+        # of a job that had finished before, nothing was computed for this call
+        return {**job, "computed_rows": 0, "run_s": 0.0, "generated": False} if ticket.reused else job
+    finally:
+        if not waiting.done():
+            waiting.cancel()
+            await asyncio.gather(waiting, return_exceptions=True)
 
 
 CANCELLED = Outcome(error=to_wire(JobCancelled("cancelled by its caller")))

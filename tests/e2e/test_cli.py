@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -43,9 +44,23 @@ async def test_models_hooks_status(client: Client) -> None:
     assert len(hooks) == len((await client.card()).hooks)
     (status,) = await ask(client, "status")
     assert len(status["workers"]) == 1 and status["queued"] == 0
+    assert status["lanes"]["interactive"] == {"queued": 0, "oldest": 0.0}
+    (worker,) = status["workers"]
+    assert worker["state"] == "serving" and worker["restarts"] == 0 and worker["tokens_per_s"] >= 0
     for command in ("models", "hooks", "status"):
         code, out, _ = await run(client, command)
         assert code == 0 and out.strip()
+
+
+async def test_status_is_watched_until_interrupted(client: Client) -> None:
+    command = [sys.executable, "-m", "lenspool.cli", "status", "--redis", client.url, "--watch", "--json"]
+    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    assert process.stdout is not None
+    async with asyncio.timeout(60):
+        times = [json.loads(await process.stdout.readline())[0]["workers"][0]["time"] for _ in range(4)]
+        process.send_signal(signal.SIGINT)
+        assert await process.wait() in (0, 130)
+    assert times[-1] > times[0]
 
 
 async def test_capture_and_generate(client: Client, tmp_path: Path) -> None:

@@ -76,6 +76,10 @@ class Pool:
                 time.sleep(0.02)
         return worker
 
+    def queued(self) -> int:
+        """Jobs that wait in any of the rq queues."""
+        return sum(self.redis.llen(key) for key in self.redis.smembers("rq:queues"))
+
     def executions(self) -> Counter[str]:
         """How often each document was run, by its `n`."""
         return Counter(line.split()[0] for line in self.log.read_text().splitlines())

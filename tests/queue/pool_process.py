@@ -17,6 +17,7 @@ from typing import Any
 import redis
 
 from lenspool.errors import EngineFailed, InvalidJob
+from lenspool_worker.leases import QueueLimits
 from lenspool_worker.pool_worker import PoolWorker
 
 
@@ -78,11 +79,14 @@ class Handlers:
 
 
 async def serve(settings: dict[str, Any]) -> dict[str, int]:
+    options = dict(settings["options"])
+    if "limits" in options:
+        options["limits"] = QueueLimits(*options["limits"])
     worker = PoolWorker(
         {"id": settings["card"]},
         Handlers(Path(settings["log"])),
         connection=redis.Redis.from_url(settings["url"]),
-        **settings["options"],
+        **options,
     )
     await worker.serve(signals=True)
     return worker.stats

@@ -221,14 +221,14 @@ async def test_garbage_commands_are_ignored(shared_pool: Pool, connect_shared: A
 async def test_unreadable_job_does_not_stop_recovery_of_others(pool: Pool, connect: Connect) -> None:
     async with connect() as client:
         ticket = client.submit(CARD, doc(1))
-        await until(lambda: pool.redis.llen(f"rq:queue:{QUEUE}") == 1)
+        await until(lambda: pool.queued() == 1)
         job = JsonJob.fetch(ticket.id, connection=pool.redis)
         # two jobs of a worker that is gone, of which one has a damaged hash
         for job_id in (ticket.id, "damaged"):
             pool.redis.hset(f"rq:job:{job_id}", mapping={"status": "started", "origin": job.origin})
             pool.redis.zadd(f"rq:wip:{QUEUE}", {f"{job_id}:execution": 1})
         pool.redis.hset("rq:job:damaged", mapping={"data": "x", "last_heartbeat": "yesterday"})
-        pool.redis.delete(f"rq:queue:{QUEUE}")
+        pool.redis.delete(*pool.redis.smembers("rq:queues"))
         pool.worker()
         assert await asyncio.wait_for(ticket.result(), 10) == {"n": 1}
         assert pool.redis.hget("rq:job:damaged", "status") == b"failed"

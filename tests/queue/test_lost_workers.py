@@ -40,7 +40,7 @@ async def test_sigterm_with_short_grace_puts_jobs_back_and_another_worker_takes_
         first.signal(signal.SIGTERM)
         stats = await asyncio.to_thread(first.wait)
         assert (stats["requeued"], stats["committed"]) == (20, 0)
-        assert pool.redis.llen(f"rq:queue:{QUEUE}") == 20
+        assert pool.queued() == 20
         second = pool.worker()
         results = await asyncio.gather(*(ticket.result() for ticket in tickets))
         assert {result["pid"] for result in results} == {second.pid}
@@ -77,9 +77,10 @@ async def test_kill_9_with_100_jobs(pool: Pool, connect: Connect) -> None:
 async def test_job_between_claim_and_start_is_put_back(pool: Pool, connect: Connect) -> None:
     async with connect() as queue:
         ticket = queue.submit(CARD, doc(1))
-        await until(lambda: pool.redis.llen(f"rq:queue:{QUEUE}") == 1)
+        await until(lambda: pool.queued() == 1)
         # what a worker leaves that dies right after the claim
-        pool.redis.lmove(f"rq:queue:{QUEUE}", f"rq:queue:{QUEUE}:intermediate", "LEFT", "LEFT")
+        (place,) = pool.redis.smembers("rq:queues")
+        pool.redis.lmove(place, f"rq:queue:{QUEUE}:intermediate", "LEFT", "LEFT")
         pool.redis.hset(f"rq:job:{ticket.id}", "status", "started")
         pool.worker()
         assert await asyncio.wait_for(ticket.result(), LOST_S) == {"n": 1}

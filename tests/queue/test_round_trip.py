@@ -7,6 +7,7 @@ import pytest
 from lenspool import keys
 from lenspool.errors import DeadlineExceeded, EngineFailed, InvalidJob, JobCancelled, LenspoolError, PoolUnavailable
 from lenspool.queue import JobQueue
+from lenspool.terms import Terms
 from tests.queue.conftest import CARD, Connect, Pool, doc, started, until
 
 
@@ -110,9 +111,9 @@ async def test_timed_out_run_is_a_deadline(pool: Pool, connect: Connect) -> None
     pool.worker()
     async with connect() as queue, connect() as patient:
         neighbour = queue.submit(CARD, doc("good", "sleep", s=1.5))
-        bad = queue.submit(CARD, doc("slow", "sleep", s=1.5), timeout=1.0)
+        bad = queue.submit(CARD, doc("slow", "sleep", s=1.5), Terms(run_timeout=1.0))
         await started(bad)
-        good = patient.submit(CARD, doc("slow", "sleep", s=1.5), timeout=60.0)
+        good = patient.submit(CARD, doc("slow", "sleep", s=1.5), Terms(run_timeout=60.0))
         with pytest.raises(DeadlineExceeded) as caught:
             await bad.result()
         assert (caught.value.stage, caught.value.seconds, caught.value.job_id) == ("run", 1.0, bad.id)
@@ -142,7 +143,7 @@ async def test_cancel_queued(pool: Pool, connect: Connect) -> None:
         with pytest.raises(JobCancelled):
             await waiting
         assert await ticket.status() == "cancelled"
-        assert pool.redis.llen(f"rq:queue:{keys.queue_name(CARD)}") == 0
+        assert pool.queued() == 0
         again = queue.submit(CARD, doc(1))
         pool.worker()
         assert await again.result() == {"n": 1}
@@ -240,7 +241,7 @@ async def test_1000_cancellations_leave_nothing(pool: Pool, connect: Connect) ->
         assert (await queue.submit(CARD, doc("good")).result()) == {"n": "good"}
         registry = f"rq:wip:{keys.queue_name(CARD)}"
         await until(lambda: pool.redis.zcard(registry) == 0)
-        assert pool.redis.llen(f"rq:queue:{keys.queue_name(CARD)}") == 0
+        assert pool.queued() == 0
         assert not queue.flights
     worker.signal(15)
     stats = worker.wait()
@@ -255,7 +256,7 @@ async def test_no_worker_is_unavailable_after_patience(pool: Pool, connect: Conn
         ticket = queue.submit(CARD, doc(1))
         with pytest.raises(PoolUnavailable, match="no worker serves"):
             await ticket.result()
-        await until(lambda: pool.redis.llen(f"rq:queue:{keys.queue_name(CARD)}") == 0)
+        await until(lambda: pool.queued() == 0)
     pool.worker()
     async with connect(patience=1.0) as queue:
         slow = queue.submit(CARD, doc(2, "sleep", s=2.0))  # longer than patience, but served

@@ -35,7 +35,7 @@ async def test_rq_info_shows_the_truth(pool: Pool, connect: Connect) -> None:
         running = [queue.submit(CARD, doc(n, "sleep", s=60.0)) for n in range(5)]
         await started(running[2])
         text = await asyncio.to_thread(info)
-        assert f"queue {QUEUE} 2" in text
+        assert f"queue {keys.lane_name(CARD, 'interactive', queue.id)} 2" in text
         (line,) = [line for line in text.splitlines() if str(worker.pid) in line]
         assert "busy" in line
         assert pool.redis.zcard(f"rq:finished:{QUEUE}") == 1

@@ -104,6 +104,7 @@ class Pool:
     def __init__(self, engine: Any, store: Store) -> None:
         from lenspool_worker.jobs import JobRunner
         from lenspool_worker.model_card import make_card
+        from lenspool_worker.room import Room
         from lenspool_worker.token_streams import TokenStreams
 
         self.store = store
@@ -112,7 +113,7 @@ class Pool:
         )
         # no server: arrays are in the store, where both sides find them
         nowhere = redis.asyncio.Redis(port=1)
-        self.runner = JobRunner(engine, store, self.card, nowhere, TokenStreams(nowhere, self.card.id))
+        self.runner = JobRunner(engine, store, self.card, nowhere, TokenStreams(nowhere, self.card.id), Room(2**30))
         self.access = StoreAccess(store, RedisAccess.__new__(RedisAccess))
 
     async def ask(self, hooks: Any, prompt: list[int] = PROMPT, **options: Any) -> Any:

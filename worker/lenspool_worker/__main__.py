@@ -9,6 +9,7 @@ import logging
 import os
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,6 +27,11 @@ Name = Annotated[str | None, typer.Option(help="Name under which clients ask for
 EngineOptions = Annotated[str, typer.Option("--engine", help="vLLM engine arguments as a JSON object.")]
 Compiled = Annotated[bool, typer.Option(help="torch.compile the model: slower to boot, faster to run.")]
 InFlight = Annotated[int, typer.Option("--max-in-flight", min=1, help="Jobs in the engine at a time.")]
+PerClient = Annotated[int | None, typer.Option("--per-client", min=1, help="Of them, jobs of one client.")]
+ClientQueue = Annotated[int, typer.Option("--client-queue", min=1, help="Jobs of one client that may wait in a lane.")]
+ModelQueue = Annotated[int, typer.Option("--model-queue", min=1, help="Jobs of the model that may wait.")]
+Metrics = Annotated[int | None, typer.Option("--metrics-port", help="Serve Prometheus metrics on this local port.")]
+HeldBytes = Annotated[int | None, typer.Option("--held-bytes", min=1, help="Bytes of rows of jobs in flight.")]
 Insecure = Annotated[bool, typer.Option("--insecure", help="Accept a remote Redis without a password.")]
 ReadyFd = Annotated[int | None, typer.Option(hidden=True, help="Write one JSON line here when ready.")]
 FollowParent = Annotated[bool, typer.Option("--follow-parent", hidden=True, help="Stop when stdin is closed.")]
@@ -48,9 +54,23 @@ def worker(
     compiled: Compiled = True,
     max_in_flight: InFlight = 256,
     insecure: Insecure = False,
+    per_client: PerClient = None,
+    client_queue: ClientQueue = 200_000,
+    model_queue: ModelQueue = 1_000_000,
+    metrics_port: Metrics = None,
+    held_bytes: HeldBytes = None,
 ) -> None:
     """Serve a model to a pool whose Redis runs already."""
-    _run(_settings(model, redis, store, name, engine, compiled, max_in_flight, insecure), None, False)
+    from lenspool_worker.leases import QueueLimits
+
+    settings = replace(
+        _settings(model, redis, store, name, engine, compiled, max_in_flight, insecure),
+        per_client=per_client,
+        limits=QueueLimits(client_queue, model_queue),
+        metrics=metrics_port,
+        held_bytes=held_bytes,
+    )
+    _run(settings, None, False)
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""What wakes a worker: jobs in its queue, and commands that rq sends to workers."""
+"""What wakes a worker: word of new jobs, and commands that rq sends to workers."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ class Bells:
     ----------
     connection
         Client without a socket timeout.
-    queue_key, channel
-        The rq queue, and the pubsub channel of the worker's commands.
+    jobs, commands
+        Pubsub channels: word of new jobs, and rq's commands for this worker.
     work
-        Called when the queue has jobs, once for each `listen`.
+        Called when there may be new jobs. Word may be lost while Redis is away: who needs to know asks again.
     command
         Called with each command, a JSON object with `"command"`.
     """
@@ -55,44 +55,24 @@ class Bells:
     def __init__(
         self,
         connection: redis.asyncio.Redis,
-        queue_key: str,
-        channel: str,
+        jobs: str,
+        commands: str,
         *,
         work: Callable[[], None],
         command: Callable[[dict[str, Any]], None],
     ) -> None:
         self._redis: Any = connection  # redis-py types a command as either sync or async
-        self._queue_key = queue_key
-        self._channel = channel
+        self._jobs, self._commands = jobs, commands
         self._work, self._command = work, command
-        self._wanted = asyncio.Event()
 
-    def listen(self) -> None:
-        """Ring when the queue has jobs."""
-        self._wanted.set()
-
-    async def watch_queue(self) -> None:
-        """Ring for jobs, until cancelled.
-
-        `BLMOVE` from the head of a list to its own head takes nothing away, so it can be cancelled without loss.
-        """
-        key = self._queue_key
-        while True:
-            await self._wanted.wait()
-            try:
-                async with asyncio.timeout(_WAIT_S + _IO_S):
-                    found = await self._redis.blmove(key, key, _WAIT_S, "LEFT", "LEFT")
-            except _TROUBLE as error:
-                log.warning("waiting for jobs: %s", str(error)[:200] or type(error).__name__)
-                await asyncio.sleep(0.5)
-                continue
-            if found is not None:
-                self._wanted.clear()
-                self._work()
+    async def watch_jobs(self) -> None:
+        """Ring for jobs, until cancelled."""
+        async for _ in messages(self._redis, self._jobs):
+            self._work()
 
     async def watch_commands(self) -> None:
         """Pass commands on, until cancelled."""
-        async for data in messages(self._redis, self._channel):
+        async for data in messages(self._redis, self._commands):
             if data is not None:
                 self._pass_on(data)
 

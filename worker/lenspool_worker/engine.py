@@ -26,6 +26,7 @@ from lenspool_cache import Run, Store
 from lenspool_cache import ranges as rg
 from lenspool_cache.codec import dtype_of
 from lenspool_cache.ranges import OpenRange
+from lenspool_worker.boot import booted
 from lenspool_worker.generation import GREEDY, Follower, generated, parameters
 from lenspool_worker.instrument import SPEC
 from lenspool_worker.parallel import joined
@@ -116,7 +117,7 @@ class Engine:
         self.info: dict[str, Any] = {}
 
     async def start(self) -> None:
-        """Boot vLLM, connect its worker process to the store, and check that every tap fires.
+        """Boot vLLM, connect its worker process to the store, and check that every tap fires; again after a `stop`.
 
         Raises
         ------
@@ -139,8 +140,9 @@ class Engine:
         from lenspool_worker.settings import describe, engine_arguments
 
         arguments = engine_arguments(self._model, self._options)
+        self._verdicts = Verdicts()
         await self._verdicts.open()
-        self._llm = AsyncLLM.from_engine_args(arguments)
+        self._llm = await booted(lambda: AsyncLLM.from_engine_args(arguments), again=bool(self.info))
         self.info = describe(self._llm.vllm_config)
         self._verdicts.processes = self._llm.vllm_config.parallel_config.world_size
         described = joined(await self._llm.collective_rpc("lenspool_describe"))

@@ -15,12 +15,14 @@ from lenspool.checks import check
 from lenspool.edit_forms import array_of
 from lenspool.errors import CacheError, InvalidJob
 from lenspool.job import GENERATION, closed, run_of
+from lenspool.sizes import job_bytes
 from lenspool_cache import Run, Store, inline
 from lenspool_cache import ranges as rg
 from lenspool_cache.codec import dtype_of
 from lenspool_cache.keys import array_digest
 from lenspool_cache.ranges import OpenRange
 from lenspool_worker.engine import CaptureGroup, Engine, EngineRequest
+from lenspool_worker.room import Room
 from lenspool_worker.token_streams import TokenStreams
 
 BLOB_TTL = 300
@@ -42,6 +44,13 @@ class JobRunner:
         Redis, for arrays and rows of clients that cannot reach the store.
     streams
         Where tokens go that somebody waits for.
+    room
+        For the rows of jobs in flight; a job's wait for it counts as its run.
+
+    Attributes
+    ----------
+    rows
+        `computed_rows` and `reused_rows` of all jobs so far.
     """
 
     def __init__(
@@ -51,12 +60,15 @@ class JobRunner:
         card: ModelCard,
         connection: redis.asyncio.Redis,
         streams: TokenStreams,
+        room: Room,
     ) -> None:
         self._engine = engine
         self._store = store
         self._card = card
         self._redis = connection
         self._streams = streams
+        self.room = room
+        self.rows = {"computed_rows": 0, "reused_rows": 0}
         self._shapes: dict[str, tuple[int, ...]] = {}
 
     async def __call__(self, document: dict[str, Any], job_id: str) -> dict[str, Any]:
@@ -106,16 +118,25 @@ class JobRunner:
             sampling=sampling,
             run=run,
         )
-        if sampling is None:
-            result = await self._engine.run(request)
-        else:
-            with self._streams.following(job_id) as follower:
-                result = await self._engine.run(request, follower)
+        async with self.room.take(self._size(request)):
+            if sampling is None:
+                result = await self._engine.run(request)
+            else:
+                with self._streams.following(job_id) as follower:
+                    result = await self._engine.run(request, follower)
         return self._answer(
             result.computed_rows, max(total - result.computed_rows, 0), result.run_s, generated=sampling is not None
         )
 
+    def _size(self, request: EngineRequest) -> int:
+        """Bytes that the worker process holds for a request, at most, until its rows are stored."""
+        length = len(request.tokens) + (request.sampling["max_tokens"] - 1 if request.sampling else 0)
+        captures = [{"hooks": group.hooks, "ranges": group.ranges} for group in request.captures]
+        return sum(job_bytes(captures, self._card, length).values())
+
     def _answer(self, computed: int, reused: int, run_s: float, *, generated: bool) -> dict[str, Any]:
+        self.rows["computed_rows"] += computed
+        self.rows["reused_rows"] += reused
         return {
             "v": 1,
             "computed_rows": computed,
@@ -212,3 +233,13 @@ def _clipped(interventions: list[dict[str, Any]], length: int) -> list[dict[str,
         if ranges:
             out.append({**item, "ranges": [list(r) for r in ranges]})
     return out
+
+
+def run(document: dict[str, Any]) -> dict[str, Any]:
+    """The function that a job names, for a stock `rq worker -S rq.serializers.JSONSerializer`; see `single`."""
+    from rq import get_current_job
+
+    from lenspool_worker.single import run_single  # it stands on this module
+
+    job = get_current_job()
+    return asyncio.run(run_single(document, job.id if job is not None else "single"))

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rq import worker_registration
 from rq.job import JobStatus
@@ -34,6 +34,13 @@ _FORGET_S = 3600
 """Age at which a dead worker's name leaves the index of cards."""
 
 
+class QueueLimits(NamedTuple):
+    """Most jobs that may wait: of one client in one lane, and of all together. Those of the last worker hold."""
+
+    client: int = 200_000
+    model: int = 1_000_000
+
+
 class Leases:
     """Beats for one worker's jobs, and reaps the jobs of dead workers of the same queue.
 
@@ -52,6 +59,7 @@ class Leases:
         worker: PoolWorker,
         ledger: Ledger,
         card: dict[str, Any],
+        limits: QueueLimits,
         *,
         beat: float,
         reap: float,
@@ -62,7 +70,7 @@ class Leases:
         self._ledger = ledger
         self._redis = worker.connection
         self._queue = ledger.queue
-        self._card = card
+        self._card, self._limits = card, limits
         self._beat_s, self._reap_s = beat, reap
         self._last_tick = last_tick
         self._stall_limit = stall_limit
@@ -112,6 +120,7 @@ class Leases:
             worker.heartbeat(max(worker.lease * 4, 60), pipeline=pipeline)
             worker_registration.register(worker, pipeline)  # again each time: Redis may have come back empty
             worker.set_state(WorkerStatus.BUSY if entries else WorkerStatus.IDLE, pipeline=pipeline)
+            pipeline.sadd(self._queue.redis_queues_keys, self._queue.key)
             self._publish(pipeline)
             at = []
             for entry in entries:
@@ -145,6 +154,9 @@ class Leases:
         text = json.dumps(self._card, separators=(",", ":"))  # each time: it carries the engine's counters
         pipeline.set(keys.card(self._worker.name), text, px=int(ttl * 1000))
         pipeline.zadd(keys.CARDS, {self._worker.name: time.time() + ttl})
+        limits = keys.limits(self._card["id"])
+        pipeline.hset(limits, mapping=self._limits._asdict())
+        pipeline.expire(limits, _FORGET_S)
 
     def withdraw(self) -> None:
         """Remove the card."""

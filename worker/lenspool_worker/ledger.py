@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -23,7 +23,7 @@ from rq.utils import as_text, now, utcformat
 from rq.worker.base import WorkerStatus
 
 from lenspool import keys, scripts
-from lenspool.errors import InvalidJob, to_wire
+from lenspool.errors import DeadlineExceeded, InvalidJob, from_wire, to_wire
 from lenspool.rq_json import (
     FAILURE_TTL,
     MAX_DOCUMENT_BYTES,
@@ -43,6 +43,10 @@ log = logging.getLogger(__name__)
 
 _JOB_BYTES = MAX_DOCUMENT_BYTES + 100_000
 _CLAIM_BYTES = 32_000_000
+_COSTS = (1, 8)
+"""Turns that a job of the interactive and of the batch lane takes: under floods in both, they get 8 jobs to 1."""
+
+_SCHEDULED = (b"lane", b"client")
 
 End = Literal["finished", "failed", "stopped", "abandoned", "requeued", "retried", "lost"]
 """How a run ended. `abandoned`: stopped because nobody waits for it; `requeued`: the worker leaves, the job is not
@@ -55,8 +59,12 @@ class Entry:
 
     Attributes
     ----------
+    lane, client
+        The lane that it waited in, and of which client; empty for jobs that no lenspool client sent.
     begun
         Its task has taken its first step: one cancelled before would end without running a line of its own.
+    over
+        It has ended, and waits to be committed.
     reason
         Why its task was cancelled, when this worker did that.
     end, value, error
@@ -67,8 +75,11 @@ class Entry:
     document: dict[str, Any]
     execution: Execution
     suspect: bool = False
+    lane: str = ""
+    client: str = ""
     task: asyncio.Task[None] | None = None
     begun: bool = False
+    over: bool = False
     reason: End | None = None
     end: End = "lost"
     value: dict[str, Any] | None = None
@@ -84,13 +95,36 @@ class Entry:
         return True
 
 
+class Room(NamedTuple):
+    """What a worker has room for.
+
+    Attributes
+    ----------
+    free, batch, suspects
+        Jobs; of them at most so many of the batch lane, and that lost a worker before.
+    idle
+        Nothing is in flight: a job that must run alone may be taken.
+    per_client
+        Most jobs of one client in this worker.
+    clients
+        Jobs in this worker by client.
+    """
+
+    free: int
+    batch: int
+    suspects: int
+    idle: bool
+    per_client: int
+    clients: Mapping[str, int]
+
+
 class Claim(NamedTuple):
     """What one claim brought.
 
     Attributes
     ----------
     jobs
-        `[id, flat hash]` of each job.
+        `[id, flat hash, has waited for too long]` of each job.
     alone
         The one job must run with nothing beside it.
     waiting_alone
@@ -117,18 +151,23 @@ class Ledger:
             alone.key,
             self.queue.intermediate_queue_key,
             JsonQueue.redis_queues_keys,
+            keys.ring(card_id),
+            keys.turn(card_id),
         ]
+        self._bell = keys.work(card_id)
         self._claim = self._redis.register_script(scripts.CLAIM)
         self._notify = self._redis.register_script(scripts.NOTIFY)
 
     # -- claiming
 
-    def claim(self, count: int, suspects: int, idle: bool) -> Claim | None:
-        """Take up to `count` jobs, of them at most `suspects` that lost a worker before; None when rq is suspended."""
+    def claim(self, room: Room) -> Claim | None:
+        """Take as many jobs as there is room for; None when rq is suspended."""
         if is_suspended(self._redis):
             return None
         prefix = JsonJob.redis_job_namespace_prefix
-        arguments = [count, suspects, int(idle), prefix, self._worker.name, _JOB_BYTES, _CLAIM_BYTES]
+        arguments: list[Any] = [room.free, room.suspects, int(room.idle), prefix, self._worker.name]
+        arguments += [_JOB_BYTES, _CLAIM_BYTES, room.batch, room.per_client, *_COSTS]
+        arguments += [part for client in room.clients.items() for part in client]
         kind, waiting_alone, jobs = self._claim(keys=self._claim_keys, args=arguments)
         return Claim(jobs, as_text(kind) == "alone", waiting_alone)
 
@@ -136,11 +175,14 @@ class Ledger:
         """Register executions for claimed jobs in one transaction; what is no job of this pool fails alone."""
         entries: list[Entry] = []
         with self._redis.pipeline() as pipeline:
-            for raw_id, flat in claimed:
+            for raw_id, flat, late in claimed:
                 job_id = as_text(raw_id)
+                fields = dict(zip(flat[::2], flat[1::2], strict=True))
                 try:
-                    job, document = self._read(job_id, flat)
-                except (UnreadableJob, InvalidJob) as error:
+                    if late:
+                        raise DeadlineExceeded("queue", float(fields.get(b"queue_timeout", 0)))
+                    job, document = self._read(job_id, fields)
+                except (UnreadableJob, InvalidJob, DeadlineExceeded) as error:
                     log.warning("job %s refused: %s", job_id, error)
                     self.bury(pipeline, job_id, error)
                     continue
@@ -148,16 +190,18 @@ class Ledger:
                 job.prepare_for_execution(self._worker.name, pipeline=pipeline)
                 pipeline.persist(job.key)
                 pipeline.lrem(self.queue.intermediate_queue_key, 1, job_id)
-                entries.append(Entry(job, document, execution, suspect=job.retries_left == 1))
+                entry = Entry(job, document, execution, suspect=job.retries_left == 1)
+                entry.lane, entry.client = (fields.get(name, b"").decode(errors="replace") for name in _SCHEDULED)
+                entries.append(entry)
             self._worker.set_state(WorkerStatus.BUSY, pipeline=pipeline)
             pipeline.execute()
         return entries
 
-    def _read(self, job_id: str, flat: Sequence[bytes]) -> tuple[JsonJob, dict[str, Any]]:
-        if not flat:
+    def _read(self, job_id: str, fields: Mapping[bytes, bytes]) -> tuple[JsonJob, dict[str, Any]]:
+        if not fields:
             raise InvalidJob("document", "is too large", f"at most {MAX_DOCUMENT_BYTES} bytes")
         job = JsonJob(job_id, connection=self._redis)
-        job.restore(dict(zip(flat[::2], flat[1::2], strict=True)))
+        job.restore(fields)
         if job.origin != self.queue.name:
             raise InvalidJob("job", f"was made for the queue {job.origin[:100]!r}", self.queue.name)
         return job, job.document()
@@ -165,6 +209,7 @@ class Ledger:
     def bury(self, pipeline: Pipeline, job_id: str, error: Exception) -> None:
         """Fail a job that rq's code cannot handle, and tell its waiters."""
         self._worker.counters["failed"] += 1
+        self._worker.failures[type(error).__name__] += 1
         wire = to_wire(InvalidJob("job", "is not readable") if isinstance(error, UnreadableJob) else error)
         key = JsonJob.key_for(job_id)
         pipeline.hset(key, mapping={"status": JobStatus.FAILED.value, "ended_at": utcformat(now())})
@@ -202,7 +247,9 @@ class Ledger:
             stats["fenced"] += len(fenced)
         for entry in mine:
             stats["requeued" if entry.end in ("requeued", "retried") else "committed"] += 1
-            stats["failed"] += entry.end == "failed"
+            if entry.end == "failed":
+                stats["failed"] += 1
+                self._worker.failures[type(from_wire(entry.error)).__name__] += 1
 
     def _fence(self, batch: list[Entry]) -> list[Entry]:
         """The entries that are still this worker's.
@@ -241,9 +288,11 @@ class Ledger:
             self.notify(pipeline, job.id, "finished", StrictJSON.dumps(entry.value).decode())
         elif entry.end == "requeued":
             self.queue._enqueue_job(job, pipeline=pipeline, at_front=True)
+            pipeline.publish(self._bell, 1)
         elif entry.end == "retried":
             self._worker.increment_failed_job_count(pipeline)
             job.retry(self.queue, pipeline)
+            pipeline.publish(self._bell, 1)
         else:
             job.retries_left = 0
             job.set_status(JobStatus.FAILED if entry.end == "failed" else JobStatus.STOPPED, pipeline=pipeline)

@@ -16,6 +16,7 @@ import signal
 import socket
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -24,11 +25,12 @@ import redis
 import redis.exceptions
 from rq.worker.base import BaseWorker
 
+from lenspool import keys
 from lenspool.rq_json import JsonJob, JsonQueue, StrictJSON
 from lenspool_worker.bells import Bells
 from lenspool_worker.connections import asynchronous, blocking
-from lenspool_worker.leases import Leases
-from lenspool_worker.ledger import End, Entry, Ledger
+from lenspool_worker.leases import Leases, QueueLimits
+from lenspool_worker.ledger import End, Entry, Ledger, Room
 from lenspool_worker.runs import Handler, Runs
 
 log = logging.getLogger(__name__)
@@ -63,6 +65,12 @@ class PoolWorker(BaseWorker):
         Redis client; only its address is used.
     max_in_flight
         Jobs at a time.
+    per_client
+        Jobs of one client at a time; default no limit of its own.
+    reserve
+        Places that jobs of the batch lane leave free, for questions of someone who waits; default an eighth.
+    limits
+        Most jobs that may wait.
     suspects
         Jobs at a time that have lost a worker before. One that lost two runs with nothing beside it, so that a job that
         kills its worker takes no other down with it in the end.
@@ -83,6 +91,8 @@ class PoolWorker(BaseWorker):
     ----------
     counters
         `claimed`, `committed`, `failed`, `fenced` and `requeued` jobs since the start.
+    failures
+        The failed ones by the name of their error.
     """
 
     job_class = JsonJob
@@ -95,6 +105,9 @@ class PoolWorker(BaseWorker):
         *,
         connection: redis.Redis,
         max_in_flight: int = 256,
+        per_client: int | None = None,
+        reserve: int | None = None,
+        limits: QueueLimits | None = None,
         suspects: int = 32,
         lease: float = 10.0,
         beat: float = 2.0,
@@ -118,12 +131,14 @@ class PoolWorker(BaseWorker):
         self.queues = [self._ledger.queue]
         self._async = asynchronous(connection, _IO_S)
         self._max_in_flight, self._max_suspects = max_in_flight, suspects
+        self._per_client = per_client or max_in_flight
+        self._reserve = max_in_flight // 8 if reserve is None else reserve
         self._beat_s, self._grace = beat, grace
         self._io = ThreadPoolExecutor(1, "lenspool-io")
         self._runs = Runs(handler, self._commit, batch=commit_batch, pause=beat)
         self._bells = Bells(
             self._async,
-            self._ledger.queue.key,
+            keys.work(card["id"]),
             self.pubsub_channel_name,
             work=self._runs.changed.set,
             command=self._command,
@@ -133,19 +148,22 @@ class PoolWorker(BaseWorker):
             self,
             self._ledger,
             card,
+            limits or QueueLimits(),
             beat=beat,
             reap=reap,
             last_tick=lambda: self._last_tick,
             stall_limit=self.lease if stall_limit is None else stall_limit,
         )
         self._alone = False
+        self._holds: set[str] = set()
         self._stopping = asyncio.Event()
+        self.failures: Counter[str] = Counter()
         self.counters = dict.fromkeys(("claimed", "committed", "failed", "fenced", "requeued"), 0)
 
     @property
-    def stats(self) -> dict[str, int]:
-        """The counters, and `in_flight`."""
-        return {**self.counters, "in_flight": len(self._runs)}
+    def stats(self) -> dict[str, Any]:
+        """The counters, `in_flight`, and `failures` by the name of the error."""
+        return {**self.counters, "in_flight": len(self._runs), "failures": dict(self.failures)}
 
     # -- life
 
@@ -163,7 +181,7 @@ class PoolWorker(BaseWorker):
         try:
             await self._call(self._enter)
             entered = True
-            watches = (self._tick(), self._bells.watch_queue(), self._bells.watch_commands())
+            watches = (self._tick(), self._bells.watch_jobs(), self._bells.watch_commands())
             helpers += [asyncio.create_task(watch) for watch in watches]
             self._leases.start(self._io)
             await self._admit()
@@ -193,6 +211,15 @@ class PoolWorker(BaseWorker):
             log.warning("%d jobs go back to the queue", len(self._runs))
             self._runs.stop_all("requeued")
         self._stopping.set()
+        self._runs.changed.set()
+
+    def hold(self, reason: str) -> None:
+        """Take no jobs until every reason is released."""
+        self._holds.add(reason)
+
+    def release(self, reason: str) -> None:
+        """Take jobs again, unless there is another reason not to."""
+        self._holds.discard(reason)
         self._runs.changed.set()
 
     def _enter(self) -> None:
@@ -237,7 +264,8 @@ class PoolWorker(BaseWorker):
             if wait <= 0:
                 wait = self._beat_s
                 free = self._max_in_flight - runs.running
-                if free > 0 and not self._alone and runs.uncommitted < 2 * self._max_in_flight:
+                held = self._holds or self._alone or runs.uncommitted >= 2 * self._max_in_flight
+                if free > 0 and not held:
                     try:
                         if await self._take(free):
                             continue
@@ -252,9 +280,16 @@ class PoolWorker(BaseWorker):
 
     async def _take(self, free: int) -> int:
         """Claim, start and launch up to `free` jobs; their number."""
-        suspects = max(self._max_suspects - self._runs.suspects, 0)
-        idle = len(self._runs) == 0
-        claim = await self._loop.run_in_executor(self._io, self._ledger.claim, free, suspects, idle)
+        running = [entry for entry in self._runs.entries() if not entry.over]
+        room = Room(
+            free,
+            max(self._max_in_flight - self._reserve - sum(entry.lane == "batch" for entry in running), 0),
+            max(self._max_suspects - self._runs.suspects, 0),
+            idle=not len(self._runs),
+            per_client=self._per_client,
+            clients=Counter(entry.client for entry in running if entry.client),
+        )
+        claim = await self._loop.run_in_executor(self._io, self._ledger.claim, room)
         if claim is None:  # rq suspend
             await asyncio.sleep(1.0)
             return 0
@@ -264,8 +299,6 @@ class PoolWorker(BaseWorker):
             for entry in entries:
                 self._runs.launch(entry)
             self._alone = claim.alone
-        elif not claim.waiting_alone:
-            self._bells.listen()
         return len(claim.jobs)
 
     async def _start(self, jobs: list[Any]) -> list[Entry]:

@@ -127,7 +127,7 @@ class Runs:
             elif error.retryable and getattr(error, "requeue", False):
                 entry.end = "retried"
                 self.hold_until = time.monotonic() + self._pause  # what just failed would fail the next job, too
-        entry.job.ended_at = now()
+        entry.job.ended_at, entry.over = now(), True
         self.running -= 1
         self._ended.append(entry)
         self.changed.set()

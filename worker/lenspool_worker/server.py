@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import logging
 import os
 import socket
@@ -12,9 +11,9 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlparse
 
 import redis
 import redis.asyncio
@@ -25,9 +24,14 @@ from lenspool.errors import EngineFailed, PoolUnavailable
 from lenspool_cache import Store
 from lenspool_worker.engine import Engine
 from lenspool_worker.fingerprint import fingerprint
+from lenspool_worker.guard import refuse_open_redis
 from lenspool_worker.jobs import JobRunner
+from lenspool_worker.leases import QueueLimits
+from lenspool_worker.metrics import endpoint
 from lenspool_worker.model_card import make_card, model_name, tokenizer_blob
 from lenspool_worker.pool_worker import PoolWorker
+from lenspool_worker.room import Room, default_budget
+from lenspool_worker.supervisor import Supervisor
 from lenspool_worker.token_streams import TokenStreams
 
 log = logging.getLogger(__name__)
@@ -49,7 +53,15 @@ class Settings:
     engine
         Arguments of vLLM's `AsyncEngineArgs`, e.g. `{"max_num_batched_tokens": 64}`.
     insecure
-        Accept a Redis on another machine without password and TLS.
+        Accept a Redis on another machine that asks no password.
+    per_client
+        Jobs of one client in this worker at a time.
+    limits
+        Most jobs that may wait.
+    held_bytes
+        Bytes of rows that the jobs in flight may hold together; default a quarter of the machine's memory.
+    metrics
+        Port of the Prometheus endpoint, on loopback; None opens none, 0 any free one.
     """
 
     model: str
@@ -59,24 +71,10 @@ class Settings:
     engine: dict[str, Any] = field(default_factory=dict)
     max_in_flight: int = 256
     insecure: bool = False
-
-
-def refuse_open_redis(url: str) -> None:
-    """Refuse a Redis that anyone on the network could write jobs into.
-
-    Raises
-    ------
-    PoolUnavailable
-        The server is on another machine and the URL has no password.
-    """
-    parts = urlparse(url)
-    if parts.scheme == "unix" or parts.password or not parts.hostname:
-        return
-    with contextlib.suppress(ValueError):
-        if ipaddress.ip_address(parts.hostname).is_loopback:
-            return
-    if parts.hostname != "localhost":
-        raise PoolUnavailable(f"{parts.hostname} is a Redis without a password on another machine (allow: --insecure)")
+    per_client: int | None = None
+    limits: QueueLimits = field(default_factory=QueueLimits)
+    metrics: int | None = None
+    held_bytes: int | None = None
 
 
 def model_folder(model: str) -> Path:
@@ -122,12 +120,12 @@ async def serve(settings: Settings, ready: Callable[[ModelCard], None], stop: as
     Raises
     ------
     EngineFailed
-        The engine did not start, or died while serving.
+        The engine did not start, or died too often while serving.
     PoolUnavailable
         Redis cannot be reached, or is open to strangers.
     """
     if not settings.insecure:
-        refuse_open_redis(settings.redis)
+        await asyncio.to_thread(refuse_open_redis, settings.redis)
     connection = redis.Redis.from_url(settings.redis)
     try:
         await asyncio.to_thread(connection.ping)
@@ -136,29 +134,38 @@ async def serve(settings: Settings, ready: Callable[[ModelCard], None], stop: as
     async with started(settings) as (engine, store, card, blob), redis.asyncio.Redis.from_url(settings.redis) as aredis:
         published = card.to_dict()
         streams = TokenStreams(aredis, card.id)
+        runner = JobRunner(engine, store, card, aredis, streams, Room(settings.held_bytes or default_budget()))
         worker = PoolWorker(
             published,
-            JobRunner(engine, store, card, aredis, streams),
+            runner,
             connection=connection,
             max_in_flight=settings.max_in_flight,
+            per_client=settings.per_client,
+            limits=settings.limits,
         )
+        runner.room.full = partial(_hold_for_bytes, worker)
+        supervisor = Supervisor(engine, worker, partial(_same, settings, card))
+        supervising = asyncio.create_task(supervisor.run())
+        supervising.add_done_callback(lambda _: worker.stop())
         await _publish_tokenizer(aredis, card, blob)
         helpers = [
             asyncio.create_task(_keep_tokenizer(aredis, card, blob)),
             asyncio.create_task(_stop_when(stop, worker)),
-            asyncio.create_task(_watch(engine, worker)),
-            asyncio.create_task(_keep_stats(engine, published)),
+            asyncio.create_task(_keep_stats(engine, supervisor, worker, runner, published)),
             asyncio.create_task(streams.watch()),
         ]
         announced = asyncio.create_task(_announce(aredis, card, ready))
         try:
-            await worker.serve(signals=True)
+            with endpoint(published, settings.metrics) as port:
+                published["metrics_port"] = port
+                await worker.serve(signals=True)
         finally:
-            for task in (*helpers, announced):
+            gave_up = supervising.done()
+            for task in (*helpers, announced, supervising):
                 task.cancel()
-            await asyncio.gather(*helpers, announced, return_exceptions=True)
-        if not engine.alive:
-            raise EngineFailed("the engine died; the worker's jobs went back to the queue")
+            await asyncio.gather(*helpers, announced, supervising, return_exceptions=True)
+        if gave_up:
+            supervising.result()
 
 
 async def _publish_tokenizer(connection: redis.asyncio.Redis, card: ModelCard, blob: bytes | None) -> None:
@@ -175,11 +182,42 @@ async def _keep_tokenizer(connection: redis.asyncio.Redis, card: ModelCard, blob
             log.warning("tokenizer not published, next try in %g s: %s", _REFRESH, error)
 
 
-async def _keep_stats(engine: Engine, published: dict[str, Any]) -> None:
-    """Write the engine's counters into the card, which the next heartbeat publishes."""
+async def _same(settings: Settings, card: ModelCard) -> bool:
+    """Whether the model's files are those of the card."""
+    try:
+        return await asyncio.to_thread(fingerprint, model_folder(settings.model)) == card.context["model"]
+    except OSError:
+        return False
+
+
+async def _keep_stats(
+    engine: Engine, supervisor: Supervisor, worker: PoolWorker, runner: JobRunner, published: dict[str, Any]
+) -> None:
+    """Write counters into the card, which the next heartbeat publishes."""
+    counts: dict[str, Any] = {}
     while True:
-        published["stats"] = {**await engine.stats(), "time": time.time()}
+        before, since = counts, published.get("stats", {}).get("time", 0.0)
+        try:
+            counts = await engine.stats()
+            state = "serving"
+        except EngineFailed:
+            state = "restarting"
+        published["stats"] = {
+            **counts,
+            **worker.stats,
+            **runner.rows,
+            **_rates(before, counts, time.time() - since),
+            "state": state,
+            "restarts": supervisor.restarts,
+            "time": time.time(),
+        }
         await asyncio.sleep(_STATS_EVERY)
+
+
+def _rates(before: dict[str, Any], now: dict[str, Any], seconds: float) -> dict[str, float]:
+    """Tokens per second and per step between two readings of the engine's counters."""
+    tokens, steps = (max(now.get(name, 0) - before.get(name, 0), 0) for name in ("tokens", "steps"))
+    return {"tokens_per_s": round(tokens / seconds, 1), "batch_tokens": round(tokens / steps, 1) if steps else 0.0}
 
 
 async def _announce(connection: redis.asyncio.Redis, card: ModelCard, ready: Callable[[ModelCard], None]) -> None:
@@ -189,13 +227,14 @@ async def _announce(connection: redis.asyncio.Redis, card: ModelCard, ready: Cal
     ready(card)
 
 
+def _hold_for_bytes(worker: PoolWorker, waiting: bool) -> None:
+    """Take no more jobs while one of those that were taken waits for memory."""
+    if waiting:
+        worker.hold("bytes")
+    else:
+        worker.release("bytes")
+
+
 async def _stop_when(stop: asyncio.Event, worker: PoolWorker) -> None:
     await stop.wait()
-    worker.stop()
-
-
-async def _watch(engine: Engine, worker: PoolWorker) -> None:
-    while engine.alive:
-        await asyncio.sleep(0.5)
-    log.error("the engine died")
     worker.stop()

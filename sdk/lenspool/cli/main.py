@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.util
 import json
 import os
@@ -14,8 +15,10 @@ from typing import Annotated, Any, TypeVar
 import numpy as np
 import typer
 from rich.console import Console
+from rich.live import Live
 from rich.table import Table
 
+from lenspool.cli.tables import status_tables
 from lenspool.client import Client
 from lenspool.errors import LenspoolError
 from lenspool.result import Generation
@@ -103,18 +106,32 @@ def hooks(redis: Redis = None, model: Model = None, as_json: Json = False) -> No
 
 
 @app.command()
-def status(redis: Redis = None, as_json: Json = False) -> None:
-    """Live workers, and the jobs of each model's queue."""
+def status(
+    redis: Redis = None,
+    as_json: Json = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Again every second, until interrupted.")] = False,
+) -> None:
+    """Live workers, and the jobs of each model by lane."""
+
+    async def follow(client: Client) -> None:
+        with Live(auto_refresh=False) as live:
+            while True:
+                rows = await client.status()
+                if as_json:
+                    print(json.dumps(rows), flush=True)
+                else:
+                    live.update(status_tables(rows), refresh=True)
+                await asyncio.sleep(1.0)
+
+    if watch:
+        with contextlib.suppress(KeyboardInterrupt):
+            _ask(redis, None, follow)
+        return
     rows = _ask(redis, None, lambda client: client.status())
     if as_json:
         _print(rows)
-        return
-    table = Table("model", "workers", "queued", "running", "finished", "failed", "steps", "tokens")
-    for row in rows:
-        counts = (len(row["workers"]), *(row[k] for k in ("queued", "running", "finished", "failed")))
-        steps, tokens = (sum(w.get(k, 0) for w in row["workers"]) for k in ("steps", "tokens"))
-        table.add_row(row["model"], *map(str, (*counts, steps, tokens)))
-    Console().print(table)
+    else:
+        Console().print(status_tables(rows))
 
 
 @app.command()
