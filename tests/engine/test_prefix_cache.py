@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from lenspool.errors import EngineFailed
 from lenspool_cache import Store
 from lenspool_worker.scheduling import edit_key
 from tests.engine.asking import Asker, Prompts, relative, worst
@@ -110,6 +111,28 @@ async def test_an_edit_shares_what_comes_before_it(
     expected = oracle.run(prompt)
     plain = await engine.capture(prompt, LATE, ranges=last)
     assert worst(plain, {name: expected[name][-1:] for name in LATE})[0] <= TOLERANCE
+
+
+async def test_a_failed_edit_leaves_nothing_to_be_read(
+    engine: Asker, store: Store, oracle: Oracle, prompts: Prompts
+) -> None:
+    """An edit whose array the engine cannot read when it begins: the same edit again is computed anew, and right."""
+    (prompt,) = prompts([LENGTH])
+    last = [(LENGTH - 1, LENGTH)]
+    vector = np.random.default_rng(9).normal(0, 30, 576).astype(np.float32)
+    digest = store.put_array(vector)
+    edit = {"hook": HOOK, "op": "add", "value": {"array": digest}, "coefficient": 1.0, "ranges": [[3, 9]]}
+    engine.engine._shape_of(digest)  # the parent has seen it
+    (file,) = [path for path in (store.path / "arrays").rglob("*.h5") if path.stem.startswith(digest[:16])]
+    content = file.read_bytes()
+    file.unlink()
+    with pytest.raises(EngineFailed, match="KeyError"):
+        await engine.capture(prompt, LATE, ranges=last, edits=[edit])
+    file.write_bytes(content)
+    rows = await engine.capture(prompt, LATE, ranges=last, edits=[edit])
+    tensor = torch.from_numpy(vector)
+    expected = oracle.run(prompt, [(HOOK, lambda x: x + tensor, [(3, 9)])])
+    assert worst(rows, {name: expected[name][-1:] for name in LATE})[0] <= TOLERANCE
 
 
 def test_the_key_of_a_block_is_what_is_done_to_it() -> None:

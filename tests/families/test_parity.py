@@ -129,10 +129,11 @@ def test_an_unknown_family_is_served_as_far_as_it_fits(found: dict[str, dict[str
     """Granite multiplies what its modules put out before it adds it to the stream: those hooks are refused."""
     granite = found["chunked"][next(iter(UNKNOWN))]
     assert "error" not in granite, granite["error"]
-    for name in ("hook_embed", "blocks.{layer}.hook_attn_out", "blocks.{layer}.hook_mlp_out"):
+    for name in ("blocks.{layer}.hook_attn_out", "blocks.{layer}.hook_mlp_out"):
         assert "differs from" in granite["refusals"][name]
         assert name not in granite["errors"]
-    served = granite["errors"]
+    # hook_embed is what enters the first block, scaled; the reference reads the embedding module itself
+    served = {name: error for name, error in granite["errors"].items() if name != "hook_embed"}
     for name in (
         "hook_resid_pre",
         "hook_resid_post",

@@ -109,6 +109,7 @@ class Engine:
         self._llm: Any = None
         self._verdicts = Verdicts()
         self._numbers = itertools.count()
+        self._epoch = 0
         self._sites: dict[str, dict[str, Any]] = {}
         self._infos: dict[str, HookInfo] = {}
         self._shape_of = lru_cache(maxsize=4096)(self._shape)
@@ -266,7 +267,7 @@ class Engine:
 
         tag = f"{request.job_id}#{next(self._numbers)}"
         prompt = tokens_input(request.tokens)  # of an edited run KV is shared by what `scheduling` puts into its keys
-        decided = False
+        decided, epoch = False, self._epoch
         if follower is not None:
             follower.ask = lambda: self._show_progress(tag, follower)
         try:
@@ -278,18 +279,31 @@ class Engine:
                     follower.tell(output.token_ids, output.text)
             if output is None or output.finish_reason not in ("stop", "length"):
                 raise EngineFailed(f"vLLM ended the request with {output and output.finish_reason!r}")
+            if request.interventions and epoch != self._epoch:
+                error = EngineFailed("it may have read keys and values that a failed edit has left")
+                error.retryable = error.requeue = True  # type: ignore[attr-defined]
+                raise error
             answer = self._verdicts.send(tag, verdict(step))
             decided = True
             return output, await answer
         except EngineDeadError as error:
             raise gone() from error
+        except EngineFailed:
+            if decided and request.interventions:
+                self._epoch += 1  # what the run has left in the prefix cache is not what its edits would have made
+            raise
         except (EngineGenerateError, ValueError) as error:
             raise EngineFailed(f"vLLM refused the request: {error}") from error
         finally:
             if follower is not None:
                 follower.ask = None
             if not decided:
-                self._verdicts.send(tag, {"op": "discard"}).add_done_callback(_ignore)
+                self._verdicts.send(tag, {"op": "discard"}).add_done_callback(self._discarded)
+
+    def _discarded(self, answer: asyncio.Future[dict[str, Any]]) -> None:
+        """Take note of an edit that had failed in a run that was given up."""
+        if not answer.cancelled() and answer.exception() is None and answer.result().get("failed"):
+            self._epoch += 1
 
     def _show_progress(self, tag: str, follower: Follower) -> None:
         """Have vLLM say from now on what a running request has generated so far, and not at its end only."""
@@ -330,6 +344,7 @@ class Engine:
                     "tag": tag,
                     "captures": _wire(request.captures),
                     "interventions": request.interventions,
+                    "epoch": self._epoch,
                     "tokens": request.tokens if _needs_tokens(request.captures) else [],
                 }
             },
@@ -427,9 +442,3 @@ def _needs_tokens(captures: Sequence[CaptureGroup]) -> bool:
     """Whether a readout is about the tokens themselves; they would travel once more."""
     names = (name for group in captures for name in group.hooks if entries.is_readout(name))
     return any(entries.parse(name).op == "loss" for name in names)
-
-
-def _ignore(future: asyncio.Future[dict[str, Any]]) -> None:
-    """Retrieve the outcome of a discard, of which nobody waits."""
-    if not future.cancelled():
-        future.exception()

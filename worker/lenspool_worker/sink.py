@@ -81,7 +81,7 @@ class Sink:
             return {"rows": 0}
         rows = self._instrument.take(verdict["tag"])
         if verdict["op"] == "discard":
-            return {"rows": 0}
+            return {"rows": 0, "failed": rows is not None and rows.error is not None}
         if rows is None:
             raise EngineFailed("the engine's worker process never saw the job")
         if rows.error is not None:
