@@ -172,8 +172,8 @@ async def test_metrics_computed_by_the_worker_equal_those_of_all_logits(client: 
         return await patching_sweep(client, CLEAN, CORRUPT, HOOKS[2:4], [changed(oracle), -1], metric=metric)
 
     divergences, by_hand = await sweep(kl), await sweep(divergence)
-    assert divergences.raw == pytest.approx(by_hand.raw, abs=1e-4, rel=1e-4) and by_hand.raw.min() > 0.01
-    assert abs(divergences.clean) <= 1e-4 and divergences.corrupt > 1
+    assert divergences.raw == pytest.approx(by_hand.raw, abs=1e-6, rel=1e-4)
+    assert abs(divergences.clean) <= 1e-6 and by_hand.raw.max() > 1 and divergences.corrupt > 1
     assert by_hand.metric == "divergence"
     by_id = await sweep(prob(mary))
     assert by_id.raw == pytest.approx((await sweep(probability)).raw, rel=1e-4)
@@ -243,8 +243,8 @@ async def test_causal_trace_equals_the_oracle(client: Client, oracle: Oracle) ->
     hooks = ["blocks.0.hook_resid_pre", "blocks.5.hook_resid_post", "blocks.15.hook_resid_post", HOOKS[-1]]
     trace = await causal_trace(client, FACT, "Eiffel Tower", " Paris", hooks, samples=2, seed=7)
     ids = oracle.ids(FACT)
-    subject = [p for p in range(len(ids)) if oracle.tokenizer.decode(ids[p]).strip() in ("E", "iff", "el", "Tower")]
-    assert trace.subject == subject and len(subject) >= 2
+    subject = trace.subject
+    assert oracle.tokenizer.decode([ids[p] for p in subject]) == " Eiffel Tower"
     assert [label.endswith("*") for label in trace.axes["position"]] == [p in subject for p in range(len(ids))]
     table = oracle.model.get_input_embeddings().weight.detach().double()
     sample = table[torch.cat([torch.tensor(oracle.ids(text)) for text in SAMPLE])]
@@ -291,7 +291,7 @@ async def test_trace_restores_a_window(client: Client, oracle: Oracle) -> None:
     [
         (lambda c: patching_sweep(c, CLEAN, CORRUPT + " a", metric=METRIC), "corrupt"),
         (lambda c: patching_sweep(c, CLEAN, CORRUPT, metric="logit_diff"), "metric"),
-        (lambda c: patching_sweep(c, CLEAN, CORRUPT, metric=prob(" Constantinople")), "metric"),
+        (lambda c: patching_sweep(c, CLEAN, CORRUPT, metric=prob(" Mary and John")), "metric"),
         (lambda c: patching_sweep(c, CLEAN, CORRUPT, metric=prob(10**6)), "metric"),
         (lambda c: patching_sweep(c, CLEAN, CORRUPT, positions=99, metric=METRIC), "positions"),
         (lambda c: patching_sweep(c, CLEAN, CORRUPT, "resid_pre.3", metric=METRIC, heads=True), "hooks"),
