@@ -6,7 +6,7 @@
 (6, 576)
 """
 
-from lenspool import readouts
+from lenspool import readouts, recipes
 from lenspool.card import HookInfo, ModelCard
 from lenspool.client import Client
 from lenspool.errors import (
@@ -83,6 +83,7 @@ __all__ = [
     "patch",
     "project_out",
     "readouts",
+    "recipes",
     "scale",
     "set_",
     "steer",

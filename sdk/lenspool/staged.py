@@ -13,6 +13,7 @@ from lenspool.job import tokenize
 from lenspool.readouts import norm
 
 if TYPE_CHECKING:
+    from lenspool.card import ModelCard
     from lenspool.client import Client
 
 SAMPLE = (
@@ -28,15 +29,19 @@ SAMPLE = (
 """Prompts whose rows say how long rows are, where the caller has none: English, code, dates."""
 
 
+def sample_prompts(card: ModelCard) -> list[Any]:
+    """`SAMPLE`, or token ids for a model without a tokenizer."""
+    if card.tokenizer is not None:
+        return list(SAMPLE)
+    return [[(7 * i + 13 * k) % card.vocab_size for i in range(16)] for k in range(len(SAMPLE))]
+
+
 async def mean_norms(client: Client, hooks: Sequence[str], prompts: Iterable[Any] | None) -> dict[str, float]:
     """Hook -> mean L2 norm of its rows over all positions but the first of some prompts.
 
     The first position is left out: in many models it is an attention sink, with norms a hundred times the others'.
     """
-    chosen = list(SAMPLE if prompts is None else prompts)
-    card = await client.card()
-    if prompts is None and card.tokenizer is None:
-        chosen = [[(7 * i + 13 * k) % card.vocab_size for i in range(16)] for k in range(len(SAMPLE))]
+    chosen = sample_prompts(await client.card()) if prompts is None else list(prompts)
     totals, count = dict.fromkeys(hooks, 0.0), 0
     async for result in client.map(chosen, [norm(hook) for hook in hooks]):
         count += len(result.positions) - 1

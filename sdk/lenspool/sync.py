@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self, TypeVar, overload
+from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeVar, overload
 
 from lenspool import client as aio
 from lenspool import handle, local, streaming
@@ -16,6 +16,7 @@ from lenspool.card import HookInfo, ModelCard
 from lenspool.interventions import ArrayRef
 from lenspool.result import Capture, Generation
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -205,6 +206,14 @@ class Client:
     def stream(self, prompt: aio.Prompt, **options: Any) -> TokenStream:
         """See `lenspool.Client.stream`."""
         return TokenStream(self._loop, self._client.stream(prompt, **options))
+
+    def run(self, work: Callable[Concatenate[aio.Client, P], Awaitable[T]], *args: P.args, **options: P.kwargs) -> T:
+        """Call an async function of a client, e.g. a recipe: `client.run(patching_sweep, clean, corrupt, ...)`."""
+
+        async def call() -> T:
+            return await work(self._client, *args, **options)
+
+        return self._loop.run(call())
 
     def map(self, prompts: Iterable[aio.Prompt], hooks: aio.Hooks, **options: Any) -> Iterator[Any]:
         """See `lenspool.Client.map`."""

@@ -80,9 +80,13 @@ class Tokenizer:
         template = blob.get("chat_template")
         self._template = _environment().from_string(template) if template else None
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a text, with the special tokens that this tokenizer adds by itself."""
-        return list(self._fast.encode(text, add_special_tokens=True).ids)
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Token ids of a text, with the special tokens that this tokenizer adds by itself, or without."""
+        return list(self._fast.encode(text, add_special_tokens=special).ids)
+
+    def spans(self, text: str) -> list[tuple[int, int]]:
+        """Of each token of `encode(text)` the characters that it stands for, `[start, stop)`; none of a special one."""
+        return list(self._fast.encode(text, add_special_tokens=True).offsets)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of token ids, without special tokens."""

@@ -67,6 +67,8 @@ def test_text_as_transformers(oracle: Any, ours: Tokenizer, text: str) -> None:
     assert ours.encode(text) == expected
     assert ours.decode(expected) == oracle[0].decode(expected, skip_special_tokens=True)
     assert ours.tokens(expected) == [oracle[0].decode([t]) for t in expected]
+    assert ours.encode(text, special=False) == oracle[0](text, add_special_tokens=False)["input_ids"]
+    assert ours.spans(text) == oracle[0](text, return_offsets_mapping=True)["offset_mapping"]
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 4])
