@@ -45,6 +45,7 @@ from lenspool.interventions import (
 from lenspool.local import connect_local
 from lenspool.logprobs import Logprobs
 from lenspool.result import Capture, Generation
+from lenspool.stacked import Stack, stack
 from lenspool.streaming import Delta, TokenStream
 
 __version__ = "0.1.0"
@@ -70,6 +71,7 @@ __all__ = [
     "ModelCard",
     "PoolUnavailable",
     "QueueFull",
+    "Stack",
     "TokenStream",
     "UnknownHook",
     "UnknownModel",
@@ -86,6 +88,7 @@ __all__ = [
     "recipes",
     "scale",
     "set_",
+    "stack",
     "steer",
     "suppress",
     "swap_rows",

@@ -110,6 +110,7 @@ def _result(
         "reader": found.reader,
         "cached": not job or (computed == 0 and not job.get("generated", False)),
         "provenance": provenance,
+        "strings": tokenizer.tokens if tokenizer else None,
     }
     made: dict[str, Any] | None = found.generation
     generated: list[int] = made["token_ids"] if made is not None else []

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
-from lenspool import entries
+from lenspool import comparison, entries, labelled, shown
 from lenspool import hooks as hk
 from lenspool.card import HookInfo, ModelCard
+from lenspool.comparison import Comparison
 from lenspool.errors import InvalidJob
 from lenspool.logprobs import Logprobs
+from lenspool.plots import Plots
 from lenspool.readouts import RESULTS, Readout, from_text
 from lenspool_cache.codec import dtype_of
 
@@ -20,6 +22,9 @@ if TYPE_CHECKING:
 
 Reader = Callable[[str], np.ndarray]
 """Hook name -> rows `[rows, width]` in position order."""
+
+Strings = Callable[[Sequence[int]], list[str]]
+"""Token ids -> each as text by itself."""
 
 
 class Capture(Mapping[str, Any]):
@@ -30,8 +35,12 @@ class Capture(Mapping[str, Any]):
 
     Attributes
     ----------
+    card
+        The model.
     token_ids
         The tokens that ran, as ids.
+    prompt_token_ids
+        The prompt's; of a capture the same.
     tokens
         The tokens as text (of a generation: prompt and generated ones); None when the model has no tokenizer.
     hooks
@@ -58,23 +67,38 @@ class Capture(Mapping[str, Any]):
         reader: Reader,
         cached: bool,
         provenance: dict[str, Any],
+        strings: Strings | None = None,
     ) -> None:
-        self._card = card
+        self.card = card
         self._reader = reader
+        self._strings = strings
         self._values: dict[str, Any] = {}
         self.hooks = list(dict.fromkeys(entries.parse(n).whole.name if entries.is_readout(n) else n for n in hooks))
         self.positions = positions
         self.token_ids = token_ids
+        self.prompt_token_ids = token_ids
         self.tokens = tokens
         self.cached = cached
         self.provenance = provenance
 
-    def _name(self, name: str | Readout) -> str:
+    @property
+    def sequence(self) -> list[int]:
+        """Token ids at all positions: those that `tokens` tells as text."""
+        return self.token_ids
+
+    def canonical(self, name: str | Readout) -> str:
+        """The canonical name of a hook or readout that was captured.
+
+        Raises
+        ------
+        KeyError
+            It was not.
+        """
         if isinstance(name, str) and name in self.hooks:
             return name
         readout = name if isinstance(name, Readout) else from_text(name) if entries.is_readout(name) else None
         found = []
-        for resolved in hk.resolve(readout.hook if readout else name, self._card):  # type: ignore[arg-type]
+        for resolved in hk.resolve(readout.hook if readout else name, self.card):  # type: ignore[arg-type]
             if readout is None:
                 found += [resolved] if resolved in self.hooks else []
                 continue
@@ -100,17 +124,17 @@ class Capture(Mapping[str, Any]):
         CacheCorrupt
             The stored rows do not match their checksum; the same call again computes them anew.
         """
-        name = self._name(name)
+        name = self.canonical(name)
         if name not in self._values:
             self._values[name] = self._open(name)
         return self._values[name]
 
     def _open(self, name: str) -> Any:
         if not entries.is_readout(name):
-            return self._array(name, self._card.hooks[name], empty=len(self.positions) == 0)
+            return self._array(name, self.card.hooks[name], empty=len(self.positions) == 0)
         entry = entries.parse(name)
         empty = len(self.positions) == 0 and not entry.reduces
-        arrays = {e.part: self._array(e.name, entries.info(e, self._card), empty=empty) for e in entry.stored}
+        arrays = {e.part: self._array(e.name, entries.info(e, self.card), empty=empty) for e in entry.stored}
         if entry.reduces:
             return arrays[""][0]
         if entry.op in RESULTS:
@@ -119,7 +143,7 @@ class Capture(Mapping[str, Any]):
 
     def _array(self, name: str, info: HookInfo, *, empty: bool) -> np.ndarray:
         """Rows in their shape; none for a selection without rows: the generated positions of one token."""
-        rows = np.empty((0, info.width), dtype_of(info.dtype or self._card.dtype)) if empty else self._reader(name)
+        rows = np.empty((0, info.width), dtype_of(info.dtype or self.card.dtype)) if empty else self._reader(name)
         array = rows[:, 0] if info.shape == ("pos",) else info.arrange(rows)
         array.flags.writeable = False
         return array
@@ -141,22 +165,96 @@ class Capture(Mapping[str, Any]):
 
     def __contains__(self, name: object) -> bool:
         try:
-            return isinstance(name, (str, Readout)) and bool(self._name(name))
+            return isinstance(name, (str, Readout)) and bool(self.canonical(name))
         except (KeyError, ValueError, InvalidJob):
             return False
 
-    def torch(self, name: str | Readout) -> torch.Tensor:
-        """Rows of one hook, or a readout that is one array, as a torch tensor of the same dtype (a copy)."""
-        import torch
+    @overload
+    def numpy(self, name: str | Readout) -> np.ndarray: ...
 
-        array = self[name]
-        if array.dtype.name == "bfloat16":
-            return torch.from_numpy(array.view(np.uint16).copy()).view(torch.bfloat16)
-        return torch.from_numpy(array.copy())
+    @overload
+    def numpy(self) -> dict[str, np.ndarray]: ...
+
+    def numpy(self, name: str | Readout | None = None) -> np.ndarray | dict[str, np.ndarray]:
+        """Rows of one hook, or a readout that is one array, in a dtype of numpy's own; without a name: `arrays`, so.
+
+        bfloat16 becomes float32, exactly, in a copy; all else is the array itself, which is read-only.
+        """
+        if name is not None:
+            return _plain(self._one(name))
+        return {name: _plain(array) for name, array in self.arrays().items()}
+
+    @overload
+    def torch(self, name: str | Readout) -> torch.Tensor: ...
+
+    @overload
+    def torch(self) -> dict[str, torch.Tensor]: ...
+
+    def torch(self, name: str | Readout | None = None) -> torch.Tensor | dict[str, torch.Tensor]:
+        """Rows of one hook, or a readout that is one array, as a torch tensor of the same dtype (a copy).
+
+        Without a name: `arrays`, so.
+        """
+        if name is not None:
+            return _tensor(self._one(name))
+        return {name: _tensor(array) for name, array in self.arrays().items()}
+
+    def _one(self, name: str | Readout) -> np.ndarray:
+        value = self[name]
+        if not isinstance(value, np.ndarray):
+            raise InvalidJob("name", f"{name} is several arrays", f"result[name].{', .'.join(vars(value))}")
+        return value
+
+    def to_xarray(self, name: str | Readout | None = None) -> Any:
+        """Labelled: one hook or readout as `xarray.DataArray`, or without a name everything as `xarray.Dataset`.
+
+        Dimensions are `token`, `head`, `d_model`, ...; the rows have the coordinates `position` (an index:
+        `.sel(position=3)`), `token_id` and `text`. bfloat16 becomes float32. In a dataset the rows of a loss are as
+        many as the others, and NaN where there is none; a dimension that has several sizes has each size in its name.
+
+        Raises
+        ------
+        ImportError
+            xarray is not installed.
+        """
+        return labelled.dataset(self) if name is None else labelled.data_array(self, name)
+
+    @property
+    def plot(self) -> Plots:
+        """Pictures: `plot.norms()`, `plot.logit_lens()`, `plot.attention(layer, head)`."""
+        return Plots(self, self._strings)
+
+    def highlight(self, by: str | Readout | Any | None = None) -> shown.Highlight:
+        """The tokens coloured by a number each, for a notebook.
+
+        Parameters
+        ----------
+        by
+            A hook (the norm of its rows), a readout of one number per position, or an array `[rows]`; default the
+            first hook.
+        """
+        return shown.highlight(self, by)
+
+    def compare(self, other: Capture, hooks: str | Readout | Sequence[str | Readout] | None = None) -> Comparison:
+        """How far another capture's rows are from these, for each hook and position that both have.
+
+        Parameters
+        ----------
+        hooks
+            Those to compare, patterns included; default all that both have and that have one array of rows.
+
+        Raises
+        ------
+        InvalidJob
+            Nothing is common, or the shapes differ.
+        """
+        return comparison.compare(self, other, hooks)
 
     def __repr__(self) -> str:
-        source = "cached" if self.cached else "computed"
-        return f"<{type(self).__name__} {len(self.hooks)} hooks x {len(self.positions)} positions, {source}>"
+        return shown.summary(self)
+
+    def _repr_html_(self) -> str:
+        return shown.html_summary(self)
 
 
 class Generation(Capture):
@@ -189,5 +287,19 @@ class Generation(Capture):
             for name in ("logprobs", "prompt_logprobs")
         )
 
-    def __repr__(self) -> str:
-        return f"{super().__repr__()[:-1]}, {self.text!r}>"
+    @property
+    def sequence(self) -> list[int]:
+        """Token ids at all positions: those of the prompt and the generated ones."""
+        return [*self.prompt_token_ids, *self.token_ids]
+
+
+def _plain(array: np.ndarray) -> np.ndarray:
+    return array.astype(np.float32) if array.dtype.name == "bfloat16" else array
+
+
+def _tensor(array: np.ndarray) -> torch.Tensor:
+    import torch
+
+    if array.dtype.name == "bfloat16":
+        return torch.from_numpy(array.view(np.uint16).copy()).view(torch.bfloat16)
+    return torch.from_numpy(array.copy())

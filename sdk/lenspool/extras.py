@@ -1,0 +1,35 @@
+"""Libraries that only some results need, imported when they are: each is an extra of the package."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+
+def pyplot() -> Any:
+    """Pyplot of matplotlib, for pictures.
+
+    Raises
+    ------
+    ImportError
+        It is not installed; names the extra.
+    """
+    return _needed("matplotlib.pyplot", "plots need matplotlib", "plot")
+
+
+def xarray() -> Any:
+    """The module xarray, for labelled arrays.
+
+    Raises
+    ------
+    ImportError
+        It is not installed; names the extra.
+    """
+    return _needed("xarray", "labelled arrays need xarray", "xarray")
+
+
+def _needed(module: str, need: str, extra: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ImportError(f"{need}: pip install 'lenspool[{extra}]'") from error
