@@ -44,6 +44,7 @@ from lenspool.interventions import (
 )
 from lenspool.local import connect_local
 from lenspool.logprobs import Logprobs
+from lenspool.places import At, Tokens, at
 from lenspool.result import Capture, Generation
 from lenspool.stacked import Stack, stack
 from lenspool.streaming import Delta, TokenStream
@@ -52,6 +53,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ArrayRef",
+    "At",
     "CacheCorrupt",
     "CacheError",
     "CacheFull",
@@ -73,11 +75,13 @@ __all__ = [
     "QueueFull",
     "Stack",
     "TokenStream",
+    "Tokens",
     "UnknownHook",
     "UnknownModel",
     "UnsupportedHook",
     "WorkerLost",
     "add",
+    "at",
     "clamp",
     "connect_local",
     "interpolate",

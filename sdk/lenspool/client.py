@@ -22,8 +22,9 @@ from lenspool.errors import InvalidJob, UnknownModel
 from lenspool.handle import Job, record_of
 from lenspool.hooks import resolve
 from lenspool.interventions import ArrayRef, Intervention, as_float32
-from lenspool.job import Request, prepare
+from lenspool.job import Request, prepare, tokenize
 from lenspool.orders import Orders
+from lenspool.places import Tokens, located
 from lenspool.queue import JobQueue
 from lenspool.readouts import Readout
 from lenspool.result import Capture, Generation
@@ -143,6 +144,18 @@ class Client:
         """Hooks that the model serves, in network order, with widths."""
         return list((await self.card()).hooks.values())
 
+    async def tokens(self, prompt: Prompt) -> Tokens:
+        """The tokens of a prompt, as it would run: ids, text and positions, shown as a table.
+
+        Raises
+        ------
+        InvalidJob
+            It is no prompt of this model.
+        """
+        card, desk = await self._connect()
+        ids = tokenize(card, desk.tokenizer, prompt)
+        return Tokens(ids, desk.tokenizer.tokens(ids) if desk.tokenizer else None, desk.tokenizer)
+
     async def put(self, array: Any) -> ArrayRef:
         """Leave an array in the pool, by content hash, to be used in any number of interventions.
 
@@ -191,12 +204,12 @@ class Client:
         Parameters
         ----------
         prompt
-            Text, chat messages, or token ids.
+            Text, chat messages, or token ids: one prompt. For several there is `map`.
         hooks
             Names, aliases, short forms or globs: `"blocks.*.hook_resid_post"`, `"resid_post.5"`, `"logits"`; and
             readouts of them: `top_k("logits", 10)`, see `lenspool.readouts`.
         positions
-            `"all"`, `"last"`, an int, a list of ints, a slice; see `lenspool.positions`.
+            `"all"`, `"last"`, an int, a list of ints, a slice, or `at("Paris")`; see `lenspool.positions`.
         interventions
             Edits made during the run; captures show the edited values.
         lane
@@ -395,8 +408,22 @@ class Client:
         card, desk = await self._connect()
         if sampling["stop"] and desk.tokenizer is None:
             raise InvalidJob("stop", f"{card.name} was served without a tokenizer", "no stop strings")
-        interventions, norms = await resolved(self, prompt, interventions)
-        return desk, prepare(card, desk.tokenizer, prompt, hooks, positions, interventions, sampling, norms)
+        return await self._request(prompt, hooks, positions, interventions, sampling)
+
+    async def _request(
+        self,
+        prompt: Prompt,
+        hooks: Hooks,
+        positions: Any,
+        interventions: Interventions,
+        sampling: dict[str, Any] | None = None,
+    ) -> tuple[Desk, Request]:
+        """Check a call's arguments, and ask the pool for what they stand for."""
+        card, desk = await self._connect()
+        tokens = tokenize(card, desk.tokenizer, prompt)
+        positions, items = located(positions, interventions, tokens, desk.tokenizer)
+        items, norms = await resolved(self, tokens, items)
+        return desk, prepare(card, desk.tokenizer, tokens, hooks, positions, items, sampling, norms)
 
     async def map(
         self,

@@ -172,6 +172,8 @@ def tokenize(card: ModelCard, tokenizer: Tokenizer | None, prompt: Any) -> list[
         raise InvalidJob("prompt", f"got {type(prompt).__name__}", allowed)
     if len(prompt) == 0:
         raise InvalidJob("prompt", "is empty", allowed)
+    if isinstance(prompt[0], (str, list, tuple)) and not isinstance(prompt, str):
+        raise InvalidJob("prompt", "is a list of prompts", "one prompt; Client.map takes several")
     if isinstance(prompt, str) or isinstance(prompt[0], Mapping):
         if tokenizer is None:
             raise InvalidJob("prompt", f"{card.name} was served without a tokenizer", "a list of token ids")

@@ -1,6 +1,7 @@
 """Positions: from what people write to half-open ranges of absolute token positions.
 
-`"all"`, `"last"`, `"prompt"`, `"generated"`, an int (negative: from the end of the prompt), a list of ints, a slice.
+`"all"`, `"last"`, `"prompt"`, `"generated"`, an int (negative: from the end of the prompt), a list of ints, a slice. In
+the calls of a client also `at("Paris")`, by itself or in a list (`lenspool.places`).
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from lenspool import client as aio
 from lenspool import handle, local, streaming
 from lenspool.card import HookInfo, ModelCard
 from lenspool.interventions import ArrayRef
+from lenspool.places import Tokens
 from lenspool.result import Capture, Generation
 
 P = ParamSpec("P")
@@ -168,6 +169,10 @@ class Client:
     def hooks(self) -> list[HookInfo]:
         """See `lenspool.Client.hooks`."""
         return self._loop.run(self._client.hooks())
+
+    def tokens(self, prompt: aio.Prompt) -> Tokens:
+        """See `lenspool.Client.tokens`."""
+        return self._loop.run(self._client.tokens(prompt))
 
     def put(self, array: Any) -> ArrayRef:
         """See `lenspool.Client.put`."""

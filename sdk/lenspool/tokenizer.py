@@ -92,9 +92,13 @@ class Tokenizer:
         """Text of token ids, without special tokens."""
         return str(self._fast.decode(list(token_ids), skip_special_tokens=True))
 
+    def text(self, token_ids: Sequence[int]) -> str:
+        """Text of token ids, special tokens included."""
+        return str(self._fast.decode(list(token_ids), skip_special_tokens=False))
+
     def tokens(self, token_ids: Sequence[int]) -> list[str]:
         """Each token as text by itself, special tokens included; a part of a character shows as U+FFFD."""
-        return [str(self._fast.decode([int(t)], skip_special_tokens=False)) for t in token_ids]
+        return [self.text([int(t)]) for t in token_ids]
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """Text of a chat by the model's template.
