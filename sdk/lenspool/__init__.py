@@ -45,6 +45,7 @@ from lenspool.interventions import (
 from lenspool.local import connect_local
 from lenspool.logprobs import Logprobs
 from lenspool.places import At, Tokens, at
+from lenspool.plan import Plan
 from lenspool.result import Capture, Generation
 from lenspool.stacked import Stack, stack
 from lenspool.streaming import Delta, TokenStream
@@ -71,6 +72,7 @@ __all__ = [
     "LenspoolError",
     "Logprobs",
     "ModelCard",
+    "Plan",
     "PoolUnavailable",
     "QueueFull",
     "Stack",

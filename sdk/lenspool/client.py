@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, Unpack, overload
@@ -23,8 +24,10 @@ from lenspool.handle import Job, record_of
 from lenspool.hooks import resolve
 from lenspool.interventions import ArrayRef, Intervention, as_float32
 from lenspool.job import Request, prepare, tokenize
+from lenspool.many import in_flight, progress_bar
 from lenspool.orders import Orders
 from lenspool.places import Tokens, located
+from lenspool.plan import Plan, Tally
 from lenspool.queue import JobQueue
 from lenspool.readouts import Readout
 from lenspool.result import Capture, Generation
@@ -230,7 +233,7 @@ class Client:
         PoolUnavailable, DeadlineExceeded, EngineFailed, WorkerLost, CacheError
             See `lenspool.errors`.
         """
-        desk, request = await self._capturing(prompt, hooks, positions, interventions)
+        desk, request = await self._request(prompt, hooks, positions, interventions)
         return await desk.answer(request, Capture, timeout, Terms(lane, queue_timeout, run_timeout))
 
     async def submit_capture(
@@ -251,15 +254,8 @@ class Client:
         InvalidJob, QueueFull, PoolUnavailable
             Nothing was queued.
         """
-        _, request = await self._capturing(prompt, hooks, positions, interventions)
+        _, request = await self._request(prompt, hooks, positions, interventions)
         return await self._submit(request, Terms(lane, queue_timeout, run_timeout))
-
-    async def _capturing(
-        self, prompt: Prompt, hooks: Hooks, positions: Any, interventions: Interventions
-    ) -> tuple[Desk, Request]:
-        card, desk = await self._connect()
-        interventions, norms = await resolved(self, prompt, interventions)
-        return desk, prepare(card, desk.tokenizer, prompt, hooks, positions, interventions, norms=norms)
 
     @overload
     async def generate(  # type: ignore[overload-overlap]  # 1 is the one int that gives no list
@@ -433,44 +429,110 @@ class Client:
         concurrency: int = 256,
         ordered: bool = True,
         return_exceptions: bool = False,
+        progress: bool = False,
         **options: Any,
     ) -> AsyncIterator[Any]:
         """Capture many prompts, at most `concurrency` at a time; prompts are drawn as results are taken.
 
         The jobs wait in the batch lane, unless `lane="interactive"` is given.
 
+        Memory is bounded whatever the number of prompts: there are at most `concurrency` captures that have not been
+        taken. With the store at hand they hold no rows before they are looked at; through Redis each holds its rows,
+        up to `inline_limit`.
+
+        Parameters
+        ----------
+        progress
+            Show a bar on stderr, in a terminal or notebook only.
+        options
+            As of `capture`.
+
         Yields
         ------
         Capture
-            In the order of the prompts, or as they finish when `ordered=False`. With `return_exceptions=True` an error
-            takes its result's place, otherwise it is raised and the rest is cancelled.
+            In the order of the prompts, or as they finish when `ordered=False` (`as_completed` also tells which). With
+            `return_exceptions=True` an error takes its result's place, otherwise it is raised and the rest is
+            cancelled.
         """
-        options.setdefault("lane", "batch")
+        pairs = self._captures(
+            prompts, hooks, concurrency, progress, options, ordered=ordered, return_exceptions=return_exceptions
+        )
+        async with contextlib.aclosing(pairs):
+            async for _, result in pairs:
+                yield result
+
+    async def as_completed(
+        self,
+        prompts: Iterable[Prompt],
+        hooks: Hooks,
+        *,
+        concurrency: int = 256,
+        return_exceptions: bool = False,
+        progress: bool = False,
+        **options: Any,
+    ) -> AsyncIterator[tuple[int, Any]]:
+        """Capture many prompts; the arguments are those of `map`.
+
+        Yields
+        ------
+        tuple[int, Capture]
+            Index of the prompt and its capture, as they finish.
+        """
+        pairs = self._captures(
+            prompts, hooks, concurrency, progress, options, ordered=False, return_exceptions=return_exceptions
+        )
+        async with contextlib.aclosing(pairs):
+            async for pair in pairs:
+                yield pair
+
+    async def _captures(
+        self,
+        prompts: Iterable[Prompt],
+        hooks: Hooks,
+        concurrency: int,
+        progress: bool,
+        options: Mapping[str, Any],
+        **how: bool,
+    ) -> AsyncGenerator[tuple[int, Any]]:
         names = [hooks] if isinstance(hooks, (str, Readout)) else list(hooks)
-        source, running = iter(prompts), list[asyncio.Task[Capture]]()
-        try:
-            while True:
-                while len(running) < concurrency and (prompt := next(source, None)) is not None:
-                    running.append(asyncio.create_task(self.capture(prompt, names, **options)))
-                if not running:
-                    return
-                done = running[0]
-                if ordered:
-                    await asyncio.wait([done])
-                else:
-                    done = next(iter((await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED))[0]))
-                running.remove(done)
-                error = done.exception()
-                if error is None:
-                    yield done.result()
-                elif return_exceptions:
-                    yield error
-                else:
-                    raise error
-        finally:
-            for task in running:
-                task.cancel()
-            await asyncio.gather(*running, return_exceptions=True)
+        options = {"lane": "batch", **options}
+        check_integer("concurrency", concurrency, 1, None)
+
+        async def call(prompt: Prompt) -> Capture:
+            return await self.capture(prompt, names, **options)
+
+        with progress_bar(progress, prompts, "capture") as advance:
+            async with contextlib.aclosing(in_flight(prompts, call, concurrency=concurrency, **how)) as pairs:
+                async for pair in pairs:
+                    advance()
+                    yield pair
+
+    async def plan(
+        self,
+        prompts: Iterable[Prompt],
+        hooks: Hooks,
+        *,
+        positions: Any = "all",
+        interventions: Interventions = (),
+        progress: bool = False,
+    ) -> Plan:
+        """What `map` over these prompts would cost: what is in the store, and the tokens and bytes that are not.
+
+        Nothing is queued, but for interventions that need an answer of the pool (`relative`, `swap_rows`).
+
+        Raises
+        ------
+        InvalidJob
+            A prompt or another argument is wrong.
+        """
+        names = [hooks] if isinstance(hooks, (str, Readout)) else list(hooks)
+        items = [interventions] if isinstance(interventions, Intervention) else list(interventions)
+        tally = Tally((await self._connect())[1].access)
+        with progress_bar(progress, prompts, "plan") as advance:
+            for prompt in prompts:
+                await tally.add((await self._request(prompt, names, positions, items))[1])
+                advance()
+        return tally.plan
 
     def job(self, id: str) -> Job[Any]:
         """The handle of a job that was submitted here or elsewhere, by its id."""

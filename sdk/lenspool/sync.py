@@ -15,6 +15,7 @@ from lenspool import handle, local, streaming
 from lenspool.card import HookInfo, ModelCard
 from lenspool.interventions import ArrayRef
 from lenspool.places import Tokens
+from lenspool.plan import Plan
 from lenspool.result import Capture, Generation
 
 P = ParamSpec("P")
@@ -224,6 +225,17 @@ class Client:
         """See `lenspool.Client.map`."""
         results = self._client.map(prompts, hooks, **options)
         return self._loop.iterate(lambda: results)
+
+    def as_completed(
+        self, prompts: Iterable[aio.Prompt], hooks: aio.Hooks, **options: Any
+    ) -> Iterator[tuple[int, Any]]:
+        """See `lenspool.Client.as_completed`."""
+        results = self._client.as_completed(prompts, hooks, **options)
+        return self._loop.iterate(lambda: results)
+
+    def plan(self, prompts: Iterable[aio.Prompt], hooks: aio.Hooks, **options: Any) -> Plan:
+        """See `lenspool.Client.plan`."""
+        return self._loop.run(self._client.plan(prompts, hooks, **options))
 
 
 @contextlib.contextmanager
