@@ -28,6 +28,11 @@ def xarray() -> Any:
     return _needed("xarray", "labelled arrays need xarray", "xarray")
 
 
+def literal(text: str) -> str:
+    """Text that matplotlib does not take for mathematics."""
+    return text.replace("$", r"\$")
+
+
 def _needed(module: str, need: str, extra: str) -> Any:
     try:
         return importlib.import_module(module)

@@ -10,7 +10,7 @@ import numpy as np
 from lenspool import entries
 from lenspool import hooks as hk
 from lenspool.errors import InvalidJob
-from lenspool.extras import pyplot
+from lenspool.extras import literal, pyplot
 from lenspool.layout import label, per_position, with_rows
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class Plots:
         for (row, column), token in np.ndenumerate(best):
             text = str(token) if self._strings is None else repr(self._strings([int(token)])[0])[1:-1]
             colour = "white" if logits[row, column] < middle else "black"
-            ax.text(column, row, _literal(text[:12]), ha="center", va="center", fontsize=6, color=colour)
+            ax.text(column, row, literal(text[:12]), ha="center", va="center", fontsize=6, color=colour)
         self._ticks(ax, capture.positions, [entries.parse(n).hook for n in names])
         ax.figure.colorbar(image, ax=ax, label="logit")
         ax.set(title="logit lens: likeliest next token", xlabel="token", ylabel="stream")
@@ -98,10 +98,10 @@ class Plots:
         return ax
 
     def _ticks(self, ax: Any, columns: np.ndarray, rows: list[str]) -> None:
-        labels = [_literal(label(self._capture, int(p))) for p in columns]
+        labels = [literal(label(self._capture, int(p))) for p in columns]
         every = max(1, len(labels) // 100), max(1, len(rows) // 100)
         ax.set_xticks(range(0, len(labels), every[0]), labels[:: every[0]], rotation=90, fontsize=7)
-        ax.set_yticks(range(0, len(rows), every[1]), [_literal(r) for r in rows[:: every[1]]], fontsize=7)
+        ax.set_yticks(range(0, len(rows), every[1]), [literal(r) for r in rows[:: every[1]]], fontsize=7)
 
 
 def _axes(ax: Any, shape: Sequence[int], *, wide: bool = False) -> Any:
@@ -110,8 +110,3 @@ def _axes(ax: Any, shape: Sequence[int], *, wide: bool = False) -> Any:
         return ax
     width = min(max(3.5 + (0.7 if wide else 0.3) * shape[1], 4.5), 40)
     return pyplot().subplots(figsize=(width, min(max(2 + 0.2 * shape[0], 3), 30)), layout="constrained")[1]
-
-
-def _literal(text: str) -> str:
-    """Text that matplotlib does not take for mathematics."""
-    return text.replace("$", r"\$")

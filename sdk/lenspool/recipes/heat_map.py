@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+from lenspool.extras import literal, pyplot
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -63,15 +65,15 @@ class HeatMap:
         known = np.abs(self.values[np.isfinite(self.values)])
         bound = float(known.max()) if known.size and known.max() > 0 else 1.0
         image = ax.imshow(self.values, cmap="RdBu", vmin=-bound, vmax=bound, aspect="auto", interpolation="nearest")
-        ax.set_xticks(range(len(columns)), [_plain(c) for c in columns], rotation=90, fontsize=8)
-        ax.set_yticks(range(len(rows)), [_plain(r) for r in rows], fontsize=7)
+        ax.set_xticks(range(len(columns)), [literal(c) for c in columns], rotation=90, fontsize=8)
+        ax.set_yticks(range(len(rows)), [literal(r) for r in rows], fontsize=7)
         names = list(self.axes)
         ax.set(ylabel=names[0], xlabel=names[1], title=self._title())
         ax.figure.colorbar(image, ax=ax, label=self.quantity)
         return ax
 
     def _title(self) -> str:
-        return _plain(self.metric)
+        return literal(self.metric)
 
     def _facts(self) -> str:
         """What a subclass says of itself in its repr."""
@@ -86,26 +88,6 @@ class HeatMap:
             f"<{type(self).__name__} {shape}, {self.metric}: {facts}{largest}; "
             f"{self.runs} runs, {self.computed} computed>"
         )
-
-
-def pyplot() -> Any:
-    """Pyplot of matplotlib, which only pictures need.
-
-    Raises
-    ------
-    ImportError
-        It is not installed; names the extra.
-    """
-    try:
-        import matplotlib.pyplot
-    except ImportError as error:
-        raise ImportError("plots need matplotlib: pip install 'lenspool[plot]'") from error
-    return matplotlib.pyplot
-
-
-def _plain(text: str) -> str:
-    """Text that matplotlib does not take for mathematics."""
-    return text.replace("$", r"\$")
 
 
 def position_labels(tokens: list[str] | None, positions: list[int]) -> list[str]:

@@ -10,9 +10,9 @@ import numpy as np
 
 from lenspool import hooks as hk
 from lenspool.errors import InvalidJob
+from lenspool.extras import pyplot
 from lenspool.interventions import Intervention, Where, steer
 from lenspool.readouts import reduce
-from lenspool.recipes.heat_map import pyplot
 from lenspool.recipes.runs import CONCURRENCY
 
 if TYPE_CHECKING:
