@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lenspool.access import Access, StoreAccess
+from lenspool.access import Access, RedisAccess
 from lenspool.job import Request, job_id
 from lenspool.sizes import job_bytes
 
@@ -74,7 +74,7 @@ class Tally:
     @property
     def plan(self) -> Plan:
         """All so far."""
-        known = isinstance(self._access, StoreAccess)
+        known = not isinstance(self._access, RedisAccess)
         return Plan(
             prompts=self._prompts,
             hits=self._hits if known else None,

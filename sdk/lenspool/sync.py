@@ -155,6 +155,11 @@ class Client:
         finally:
             self._loop.close()
 
+    @property
+    def url(self) -> str:
+        """Redis of the pool."""
+        return self._client.url
+
     def models(self) -> list[ModelCard]:
         """See `lenspool.Client.models`."""
         return self._loop.run(self._client.models())
