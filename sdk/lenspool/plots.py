@@ -11,7 +11,7 @@ from lenspool import entries
 from lenspool import hooks as hk
 from lenspool.errors import InvalidJob
 from lenspool.extras import literal, pyplot
-from lenspool.layout import label, per_position, with_rows
+from lenspool.layout import label, layout, per_position, with_rows
 
 if TYPE_CHECKING:
     from lenspool.result import Capture
@@ -36,11 +36,13 @@ class Plots:
         Parameters
         ----------
         hooks
-            Names or patterns; default all hooks that were captured with rows, and `norm` readouts.
+            Names or patterns; default all that were captured, but attention patterns and scores, and `norm` readouts.
         """
         capture = self._capture
         names = [n for n in with_rows(capture) if "|" not in n or entries.parse(n).op == "norm"]
-        if hooks is not None:
+        if hooks is None:
+            names = [n for n in names if "key" not in layout(capture, n).dims]
+        else:
             wanted = set(hk.resolve(hooks, capture.card))
             names = [n for n in names if n.partition("|")[0] in wanted]
         if not names:

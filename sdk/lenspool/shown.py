@@ -12,7 +12,7 @@ import numpy as np
 from lenspool import entries
 from lenspool.errors import InvalidJob
 from lenspool.hooks import template
-from lenspool.layout import DIMENSIONS, label, per_position, with_rows
+from lenspool.layout import DIMENSIONS, label, layout, per_position, with_rows
 from lenspool.readouts import Readout
 
 if TYPE_CHECKING:
@@ -66,7 +66,8 @@ def _shape(capture: Capture, name: str) -> str:
     inner = [str(size) if size else "up to here" for size in info.dims or ((info.width,) if len(dims) > 1 else ())]
     if "key" in dims:
         inner = [str(info.dims[0]), str(len(capture.sequence))]
-    rows = {"token": str(len(capture.positions))}
+    positions = layout(capture, name).positions
+    rows = {} if positions is None else {"token": str(len(positions))}
     sizes = iter(inner)
     return " x ".join(f"{dim} {rows[dim] if dim in rows else next(sizes, '')}".strip() for dim in dims) or "one number"
 

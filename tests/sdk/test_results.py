@@ -146,6 +146,7 @@ def test_repr_opens_no_array(card: ModelCard) -> None:
     result = made(card, {POST: rows(6, 16), PATTERN: pattern(6), MEAN: rows(1, 16), **lens_arrays()})
     text = repr(result)
     assert not result._values
+    assert repr(made(card, {LOSS: rows(5, 1)})).endswith(f"{LOSS}  token 5>")
     assert f"{POST}  token 6 x d_model 16" in text and "head 2 x token 6 x key 6" in text and "' <b>'" in text
     assert "blocks.*.hook_resid_post|lens.top_k(2) (4)  token 6 x k 2" in text
     assert len(repr(made(card, {POST: rows(5000, 16)}, tokens=None, count=5000))) < 400
@@ -217,6 +218,7 @@ def test_pictures(card: ModelCard) -> None:
     ax = result.plot.norms([POST, Z])
     assert np.allclose(ax.images[0].get_array()[1], np.linalg.norm(stored[Z], axis=1))
     assert [t.get_text() for t in ax.get_yticklabels()] == [POST, Z]
+    assert len(result.plot.norms().get_yticklabels()) == 2  # a pattern's norm is another thing
     ax = result.plot.logit_lens()
     assert ax.get_yticklabels()[0].get_text() == "blocks.3.hook_resid_post" and len(ax.texts) == 24
     assert ax.texts[0].get_text() == "word3"
