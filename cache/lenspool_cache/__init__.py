@@ -1,7 +1,9 @@
 """The content-hash HDF5 store of lenspool. It knows arrays and keys, not jobs or models."""
 
+from lenspool_cache.collect import Collected, collect, evict
 from lenspool_cache.errors import CacheCorrupt, CacheError, CacheFull, LenspoolError
 from lenspool_cache.keys import Run, array_digest, canonical_json
+from lenspool_cache.policy import Policy
 from lenspool_cache.segment import Segment
 from lenspool_cache.store import Store
 from lenspool_cache.verify import Damage, Report, verify
@@ -10,13 +12,17 @@ __all__ = [
     "CacheCorrupt",
     "CacheError",
     "CacheFull",
+    "Collected",
     "Damage",
     "LenspoolError",
+    "Policy",
     "Report",
     "Run",
     "Segment",
     "Store",
     "array_digest",
     "canonical_json",
+    "collect",
+    "evict",
     "verify",
 ]

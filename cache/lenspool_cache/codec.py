@@ -104,7 +104,8 @@ class Record(NamedTuple):
     time
         Nanoseconds since the epoch.
     state
-        `LIVE` or `DROPPED`. The only field that ever changes, so the record's checksum leaves it out.
+        `LIVE`, `DROPPED`, or `WHOLE`: it counts by itself, since other records of its put were evicted. The only
+        field that ever changes, so the record's checksum leaves it out.
     """
 
     key: bytes
@@ -122,8 +123,14 @@ class Record(NamedTuple):
     name_length: int
     state: int = 0
 
+    @property
+    def live(self) -> bool:
+        """Whether it was not dropped; a state that is none is damage, and not live."""
+        return self.state in (LIVE, WHOLE)
 
-LIVE, DROPPED = 0, 1
+
+# No flipped bit makes one of these another of them but LIVE a DROPPED, which is a miss.
+LIVE, DROPPED, WHOLE = 0, 1, 0x3C
 
 # 128 bytes: divides the page, so that no record straddles one.
 _STRUCT = struct.Struct("<32sQII8QIIQ")

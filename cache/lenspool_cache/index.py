@@ -14,7 +14,7 @@ import logging
 import os
 import sqlite3
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
@@ -28,12 +28,17 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-INDEX_VERSION = 1
+INDEX_VERSION = 2
 _SCHEMA = (
     "CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID",
     "CREATE TABLE pack (id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE)",
     """CREATE TABLE entry (key BLOB NOT NULL, start INTEGER NOT NULL, rows INTEGER NOT NULL, pack INTEGER NOT NULL,
        slot INTEGER NOT NULL, PRIMARY KEY (key, start, rows)) WITHOUT ROWID""",
+    "CREATE TABLE used (key BLOB PRIMARY KEY, time INTEGER NOT NULL) WITHOUT ROWID",
+)
+_DELETE = (
+    "DELETE FROM entry WHERE key = ? AND start = ? AND rows = ? "
+    "AND pack = (SELECT id FROM pack WHERE name = ?) AND slot = ?"
 )
 _BUSY_S = 60.0
 _VARIABLES = 500  # keys in one query
@@ -116,13 +121,31 @@ class Index:
 
     def drop(self, places: Sequence[Place]) -> None:
         """Remove places, unless another record has taken over their rows meanwhile."""
+        self._run(lambda db: self._transaction(db, lambda: db.executemany(_DELETE, places)))
+
+    def move(self, pairs: Sequence[tuple[Place, Place]]) -> None:
+        """Replace places by others, in one transaction; one that was dropped meanwhile stays away."""
 
         def work(db: sqlite3.Connection) -> None:
-            db.executemany(
-                "DELETE FROM entry WHERE key = ? AND start = ? AND rows = ? "
-                "AND pack = (SELECT id FROM pack WHERE name = ?) AND slot = ?",
-                places,
-            )
+            _insert(db, [new for old, new in pairs if db.execute(_DELETE, old).rowcount])
+
+        self._run(lambda db: self._transaction(db, lambda: work(db)))
+
+    def touch(self, times: Mapping[bytes, int]) -> None:
+        """Set times of last use, in nanoseconds since the epoch."""
+        rows = list(times.items())
+        self._run(lambda db: self._transaction(db, lambda: db.executemany("REPLACE INTO used VALUES (?, ?)", rows)))
+
+    def used(self) -> dict[bytes, int]:
+        """Times of last use by entry key."""
+        return self._run(lambda db: dict(db.execute("SELECT key, time FROM used")))
+
+    def forget_unused(self) -> None:
+        """Delete the times of entries, and the names of packs, that are gone."""
+
+        def work(db: sqlite3.Connection) -> None:
+            db.execute("DELETE FROM used WHERE key NOT IN (SELECT key FROM entry)")
+            db.execute("DELETE FROM pack WHERE id NOT IN (SELECT pack FROM entry)")
 
         self._run(lambda db: self._transaction(db, lambda: work(db)))
 
@@ -332,7 +355,7 @@ class Index:
 
         self._transaction(db, work)
 
-    def _transaction(self, db: sqlite3.Connection, work: Callable[[], None]) -> None:
+    def _transaction(self, db: sqlite3.Connection, work: Callable[[], object]) -> None:
         db.execute("BEGIN IMMEDIATE")
         try:
             work()

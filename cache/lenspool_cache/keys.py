@@ -45,9 +45,14 @@ def _entry_key(run_key: bytes, name: str) -> bytes:
     return hashlib.sha256(run_key + len(encoded).to_bytes(8, "little") + encoded).digest()
 
 
+def run_key(data: bytes) -> bytes:
+    """32-byte key of the run that a stored key document belongs to."""
+    return hashlib.sha256(data).digest()
+
+
 def entry_key(data: bytes, name: str) -> bytes:
     """32-byte key of the entry that a stored key document and name belong to."""
-    return _entry_key(hashlib.sha256(data).digest(), name)
+    return _entry_key(run_key(data), name)
 
 
 class Run:
@@ -70,7 +75,7 @@ class Run:
     @cached_property
     def key(self) -> bytes:
         """32-byte run key."""
-        return hashlib.sha256(self.data).digest()
+        return run_key(self.data)
 
     def entry(self, name: str) -> bytes:
         """32-byte key of one named entry (a hook, or `generation`) of this run."""

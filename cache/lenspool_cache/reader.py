@@ -11,7 +11,6 @@ from threading import Lock
 import numpy as np
 
 from lenspool_cache.codec import (
-    DROPPED,
     RECORD_SIZE,
     STATE_OFFSET,
     Record,
@@ -109,11 +108,12 @@ class PackReader:
         return np.empty((rows, self.layout.width), dtype_of(self.layout.dtype))
 
 
-def drop_record(path: Path, layout: Layout, slot: int) -> None:
-    """Mark a record as dropped, so that no rebuilt index brings it back."""
+def set_state(path: Path, layout: Layout, slots: Sequence[int], state: int) -> None:
+    """Mark records, e.g. as `DROPPED`, so that no rebuilt index brings them back."""
     fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     try:
-        write_all(fd, [DROPPED.to_bytes(4, "little")], layout.index_offset + slot * RECORD_SIZE + STATE_OFFSET)
+        for slot in slots:
+            write_all(fd, [state.to_bytes(4, "little")], layout.index_offset + slot * RECORD_SIZE + STATE_OFFSET)
     finally:
         os.close(fd)
 
@@ -133,8 +133,13 @@ class PackPool:
         with self._lock:
             self._layouts[name] = layout
 
-    def get(self, name: str) -> PackReader:
+    def get(self, name: str, *, deleted: bool = False) -> PackReader:
         """Open a pack, or give the one that is open.
+
+        Parameters
+        ----------
+        deleted
+            Whether an open one will do that was deleted meanwhile: what a reader found there stays right.
 
         Raises
         ------
@@ -145,7 +150,7 @@ class PackPool:
         """
         with self._lock:
             reader = self._open.get(name)
-            if reader is not None and not reader.unlinked:
+            if reader is not None and (deleted or not reader.unlinked):
                 self._open.move_to_end(name)
                 return reader
             self._open.pop(name, None)
@@ -166,6 +171,13 @@ class PackPool:
             return sorted(p.name for p in self.folder.iterdir() if p.suffix == ".h5" and not p.name.startswith("."))
         except FileNotFoundError:
             return []
+
+    def sweep(self) -> None:
+        """Close the packs that were deleted, so that the disk gets their space back."""
+        with self._lock:
+            for name in [name for name, reader in self._open.items() if reader.unlinked]:
+                del self._open[name]
+                self._layouts.pop(name, None)
 
     def close(self) -> None:
         """Forget all open packs."""

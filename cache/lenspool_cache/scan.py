@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from lenspool_cache.codec import EMPTY_RECORD, LIVE, RECORD_SIZE, Record, unpack_record
+from lenspool_cache.codec import EMPTY_RECORD, RECORD_SIZE, WHOLE, Record, unpack_record
 from lenspool_cache.errors import CacheCorrupt
 from lenspool_cache.reader import PackPool, PackReader
 
@@ -65,6 +65,6 @@ def finished(scans: list[PackScan]) -> list[tuple[str, int, Record]]:
         (scan.pack, slot, record)
         for scan in scans
         for slot, record in scan.records
-        if record.state == LIVE and sizes[record.batch] == record.batch_size
+        if record.state == WHOLE or (record.live and sizes[record.batch] == record.batch_size)
     ]
     return sorted(live, key=lambda item: item[2].time)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import re
 import uuid
@@ -150,7 +151,7 @@ def is_full(error: BaseException) -> bool:
     return found is not None and int(found.group(1)) in _FULL
 
 
-def create_pack(folder: Path, store_id: str, dtype: str, width: int, size: int, need: Need) -> tuple[Path, Layout]:
+def create_pack(folder: Path, store_id: str, dtype: str, width: int, size: int, need: Need) -> PackWriter:
     """Make a new, empty pack under a unique name; it appears complete or not at all.
 
     Parameters
@@ -169,15 +170,28 @@ def create_pack(folder: Path, store_id: str, dtype: str, width: int, size: int, 
     temporary, path = folder / f".{name}.tmp", folder / name
     try:
         _write_skeleton(temporary, store_id, dtype, width, rows, records, documents)
-        layout = Layout.read(temporary)
+        writer = PackWriter(temporary, Layout.read(temporary))  # which locks it, before anyone can see it
         sync(temporary)
         temporary.rename(path)
+        writer.path = path
         sync(folder)
     except BaseException:
         with contextlib.suppress(FileNotFoundError):
             temporary.unlink()
         raise
-    return path, layout
+    return writer
+
+
+def is_sealed(path: Path) -> bool:
+    """Whether a pack has no writer any more, and no foreign HDF5 reader that locks it."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(fd)
+    return True
 
 
 def _write_skeleton(path: Path, store_id: str, dtype: str, width: int, rows: int, records: int, documents: int) -> None:
@@ -242,6 +256,8 @@ class PackWriter:
         self.path = path
         self.layout = layout
         self.fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+        # Ends with the process, however it ends. Shared, so that foreign HDF5 readers, which lock too, may read.
+        fcntl.flock(self.fd, fcntl.LOCK_SH)
         self._row = self._slot = self._document = 0
         self._staged = Need(0, 0, 0)
 

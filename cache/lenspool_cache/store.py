@@ -4,6 +4,7 @@ store/
   store.json        what this is, and the store's identity
   packs/*.h5        the rows, and the records that say what they are: the truth
   arrays/*.h5       arrays by content hash
+  pins/*, policy.json   what is kept
   index.sqlite      finds records; can be deleted at any time
 """
 
@@ -26,20 +27,24 @@ import numpy as np
 from lenspool_cache import ranges as rg
 from lenspool_cache.arrays import ArrayFolder
 from lenspool_cache.assembly import minimal, parts
-from lenspool_cache.codec import LIVE, canonical_array
+from lenspool_cache.codec import DROPPED, canonical_array
 from lenspool_cache.errors import CacheCorrupt, CacheError, CacheFull
 from lenspool_cache.identity import store_id
 from lenspool_cache.index import Index, Place
 from lenspool_cache.keys import Run
+from lenspool_cache.pins import Pins
+from lenspool_cache.policy import Policy
 from lenspool_cache.ranges import Range
-from lenspool_cache.reader import PackPool, PackReader, drop_record
+from lenspool_cache.reader import PackPool, PackReader, set_state
 from lenspool_cache.scan import finished, scan_all
 from lenspool_cache.segment import Segment, is_full
+from lenspool_cache.usage import Usage
 from lenspool_cache.writing import Writers, cut
 
 log = logging.getLogger(__name__)
 
-_GONE = {errno.ENOENT, errno.ESTALE, errno.EIO}
+_EVICTED = {errno.ENOENT, errno.ESTALE}
+_GONE = _EVICTED | {errno.EIO}
 
 
 class Store:
@@ -65,12 +70,14 @@ class Store:
         Folder of the store.
     id
         Identity of the store, given when it was made.
+    pins
+        Names under which runs and entries are kept whatever the policy says.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, read_only: bool = False) -> None:
         self.path = Path(path).absolute()
         self.read_only = read_only
-        with self._errors(0):
+        with self.errors(0):
             self.id = store_id(self.path, create=not read_only)
             packs = self.path / "packs"
             if not read_only:
@@ -78,6 +85,8 @@ class Store:
         self._packs = PackPool(packs)
         self._arrays = ArrayFolder(self.path / "arrays")
         self._index = Index(self.path, self.id, self._truth, read_only=read_only)
+        self.pins = Pins(self.path)
+        self._usage = Usage(self._index)
         self._writers = Writers(self._packs, self.id)
         self._write_lock = RLock()
         self._dropped: set[tuple[str, int]] = set()
@@ -100,16 +109,16 @@ class Store:
             Name to segments sorted by start. Only names that have segments.
         """
         by_key = {run.entry(name): name for name in names}
-        places: dict[str, list[Place]] = {}
-        for place in self._index.find(list(by_key)):
-            if (place.pack, place.slot) not in self._dropped:
-                places.setdefault(place.pack, []).append(place)
+        found, gone = self._find(run, list(by_key))
+        if gone:  # moved or evicted after the index was asked; it knows better by now
+            found, gone = self._find(run, list(by_key))
+            self._drop(gone, damaged=False)
+        if self._usage.note({segment.key for segment in found}):
+            self._usage.flush()
+            self._packs.sweep()
         out: dict[str, list[Segment]] = {}
-        bad: list[Place] = []
-        for pack, group in places.items():
-            for segment in self._verified(run, pack, group, bad):
-                out.setdefault(by_key[segment.key], []).append(segment)
-        self._drop(bad)
+        for segment in found:
+            out.setdefault(by_key[segment.key], []).append(segment)
         return {name: minimal(segments) for name, segments in out.items()}
 
     def covered(self, run: Run, names: Iterable[str]) -> dict[str, list[Range]]:
@@ -149,6 +158,14 @@ class Store:
             As in `read`.
         """
         wanted = rg.merge(ranges)
+        try:
+            return self._assembled(run, name, wanted)
+        except CacheCorrupt as error:
+            if not isinstance(error.__cause__, OSError):
+                raise
+            return self._assembled(run, name, wanted)  # evicted or moved meanwhile: by now a miss, or found again
+
+    def _assembled(self, run: Run, name: str, wanted: list[Range]) -> np.ndarray:
         segments = self.lookup(run, [name]).get(name, [])
         missing = rg.subtract(wanted, [s.range for s in segments])
         if missing or not segments:
@@ -193,14 +210,14 @@ class Store:
         CacheError
             The store is read-only or closed, or cannot be written to.
         """
-        self._writable()
+        self.require_writable()
         checked = {name: [_rows(name, start, array) for start, array in parts] for name, parts in entries.items()}
         with self._write_lock:
             pieces = cut(checked, self.covered(run, checked))
             needed = sum(piece.array.nbytes for piece in pieces)
             if not pieces:
                 return 0
-            with self._errors(needed):
+            with self.errors(needed):
                 self._index.insert(self._writers.write(run, pieces))
                 self._writers.sync_sometimes(needed)
             return needed
@@ -215,8 +232,8 @@ class Store:
         CacheFull, CacheError
             As in `put`.
         """
-        self._writable()
-        with self._errors(array.nbytes):
+        self.require_writable()
+        with self.errors(array.nbytes):
             return self._arrays.put(array)
 
     def get_array(self, digest: str) -> np.ndarray:
@@ -245,16 +262,10 @@ class Store:
     def stats(self) -> dict[str, int | str]:
         """Numbers about the whole store; walks the index, so not for every request.
 
-        `entries` counts segments, `payload_bytes` their rows, `disk_bytes` what packs and arrays take on the disk
-        (they are sparse files), `corrupt` what this process found damaged.
+        `entries` counts segments, `payload_bytes` their rows, `corrupt` what this process found damaged.
         """
         places = self._index.all()
-        files = [self._packs.folder / name for name in self._packs.names()]
-        arrays = [self._arrays.path(digest) for digest in self._arrays.digests()]
-        disk = payload = 0
-        for path in files + arrays:
-            with contextlib.suppress(FileNotFoundError):
-                disk += path.stat().st_blocks * 512
+        payload = 0
         for pack in {place.pack for place in places}:
             with contextlib.suppress(CacheError, OSError):
                 row_bytes = self._packs.get(pack).layout.row_bytes
@@ -262,11 +273,11 @@ class Store:
         return {
             "path": str(self.path),
             "id": self.id,
-            "packs": len(files),
+            "packs": len(self._packs.names()),
             "entries": len(places),
             "payload_bytes": payload,
-            "disk_bytes": disk,
-            "arrays": len(arrays),
+            "disk_bytes": self.disk_bytes(),
+            "arrays": len(self._arrays.digests()),
             "corrupt": self._corrupt,
         }
 
@@ -275,8 +286,9 @@ class Store:
         with self._write_lock:
             self._closed = True
             try:
-                with self._errors(0):
+                with self.errors(0):
                     self._writers.sync()
+                self._usage.flush()
             finally:
                 self._writers.close()
                 self._packs.close()
@@ -288,20 +300,39 @@ class Store:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    # -- inside
+    # -- policy
 
-    def _truth(self) -> Iterator[Place]:
-        for pack, slot, record in finished(list(scan_all(self._packs))):
-            yield Place(record.key, record.start, record.rows, pack, slot)
+    @property
+    def policy(self) -> Policy:
+        """Limits of the store, for all its processes; they are kept to by `collect`."""
+        return Policy.load(self.path)
 
-    def _writable(self) -> None:
+    @policy.setter
+    def policy(self, policy: Policy) -> None:
+        self.require_writable()
+        with self.errors(0):
+            policy.save(self.path)
+
+    def disk_bytes(self) -> int:
+        """What packs and arrays take on the disk; they are sparse files."""
+        total = 0
+        for path in (
+            *map(self._packs.folder.joinpath, self._packs.names()),
+            *map(self._arrays.path, self._arrays.digests()),
+        ):
+            with contextlib.suppress(FileNotFoundError):
+                total += path.stat().st_blocks * 512
+        return total
+
+    def require_writable(self) -> None:
+        """Raise `CacheError` if the store is read-only or closed."""
         if self.read_only:
             raise CacheError(f"the store at {self.path} is open read-only")
         if self._closed:
             raise CacheError(f"the store at {self.path} is closed")
 
     @contextmanager
-    def _errors(self, needed: int) -> Iterator[None]:
+    def errors(self, needed: int) -> Iterator[None]:
         """Turn what the system and HDF5 raise into the store's errors."""
         try:
             yield
@@ -312,9 +343,15 @@ class Store:
                 raise CacheFull(str(self.path), needed) from error
             raise CacheError(f"the store at {self.path} cannot be used: {error}") from error
 
+    # -- inside
+
+    def _truth(self) -> Iterator[Place]:
+        for pack, slot, record in finished(list(scan_all(self._packs))):
+            yield Place(record.key, record.start, record.rows, pack, slot)
+
     def _reader(self, segment: Segment) -> PackReader:
         try:
-            return self._packs.get(segment.pack)
+            return self._packs.get(segment.pack, deleted=True)
         except OSError as error:
             if error.errno not in _GONE:
                 raise CacheError(f"pack {segment.pack} cannot be opened: {error}") from error
@@ -336,18 +373,39 @@ class Store:
             self._lost(segment, "the rows do not match their checksum", None)
 
     def _lost(self, segment: Segment, detail: str, cause: Exception | None) -> NoReturn:
-        self._drop([Place(segment.key, segment.start, segment.rows, segment.pack, segment.slot)])
+        evicted = isinstance(cause, OSError) and cause.errno in _EVICTED
+        place = Place(segment.key, segment.start, segment.rows, segment.pack, segment.slot)
+        self._drop([place], damaged=not evicted)
         raise CacheCorrupt(segment.key.hex(), detail) from cause
 
-    def _verified(self, run: Run, pack: str, places: list[Place], bad: list[Place]) -> Iterator[Segment]:
-        """Segments of one pack whose record and key document are right; the others go to `bad`."""
+    def _find(self, run: Run, keys: Sequence[bytes]) -> tuple[list[Segment], list[Place]]:
+        """Segments of entries of a run, and places that the index gave but whose record is evicted."""
+        places: dict[str, list[Place]] = {}
+        for place in self._index.find(keys):
+            if (place.pack, place.slot) not in self._dropped:
+                places.setdefault(place.pack, []).append(place)
+        found: list[Segment] = []
+        bad: list[Place] = []
+        gone: list[Place] = []
+        for pack, group in places.items():
+            found += self._verified(run, pack, group, bad, gone)
+        self._drop(bad)
+        return found, gone
+
+    def _verified(
+        self, run: Run, pack: str, places: list[Place], bad: list[Place], gone: list[Place]
+    ) -> Iterator[Segment]:
+        """Segments of one pack whose record and key document are right; others go to `bad` or, evicted, to `gone`."""
         try:
             reader = self._packs.get(pack)
             records = reader.records([place.slot for place in places])
             matches: dict[tuple[int, int], bool] = {}
             for place, record in zip(places, records, strict=True):
-                if record is None or (record.key, record.start, record.rows) != place[:3] or record.state != LIVE:
+                if record is None or (record.key, record.start, record.rows) != place[:3]:
                     bad.append(place)
+                    continue
+                if not record.live:
+                    gone.append(place)
                     continue
                 at = record.document_offset, record.document_length
                 if at not in matches:
@@ -370,17 +428,19 @@ class Store:
         except OSError as error:
             if error.errno not in _GONE:
                 raise CacheError(f"pack {pack} cannot be read: {error}") from error
-            bad.extend(places)
+            (gone if error.errno in _EVICTED else bad).extend(places)
         except CacheCorrupt:
             bad.extend(places)
 
-    def _drop(self, places: list[Place]) -> None:
+    def _drop(self, places: list[Place], *, damaged: bool = True) -> None:
         """Make entries a miss, now and after any rebuild of the index."""
         if not places:
             return
-        self._count_corrupt(len(places))
+        if damaged:
+            self._count_corrupt(len(places))
         for place in places:
-            log.warning("entry %s in %s, slot %d, is damaged or gone: dropped", place.key.hex(), *place[3:])
+            if damaged:
+                log.warning("entry %s in %s, slot %d, is damaged: dropped", place.key.hex(), *place[3:])
             self._dropped.add((place.pack, place.slot))
         if self.read_only:
             return
@@ -390,7 +450,7 @@ class Store:
                 reader = self._packs.get(place.pack)
                 record = reader.records([place.slot])[0]
                 if record is not None and record.key == place.key:
-                    drop_record(reader.path, reader.layout, place.slot)
+                    set_state(reader.path, reader.layout, [place.slot], DROPPED)
         try:
             self._index.drop(places)
         except CacheError as error:  # a full disk, say: this process still knows that they are bad
@@ -406,6 +466,7 @@ class Store:
         self._counts_lock = Lock()
         self._writers.close()
         self._packs.after_fork()
+        self._usage.after_fork()
         self._index.after_fork()
 
 

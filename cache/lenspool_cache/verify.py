@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lenspool_cache.codec import LIVE, Record
+from lenspool_cache.codec import DROPPED, Record
 from lenspool_cache.errors import CacheCorrupt, CacheError
 from lenspool_cache.keys import entry_key
-from lenspool_cache.reader import PackReader, drop_record
+from lenspool_cache.reader import PackReader, set_state
 from lenspool_cache.scan import PackScan, finished, scan_pack
 from lenspool_cache.store import Store
 
@@ -106,7 +105,7 @@ def verify(store: Store, repair: bool = False) -> Report:
             if damage.slot is not None:
                 damaged.add((name, damage.slot))
                 if repair and damage.slot not in scan.torn:
-                    drop_record(reader.path, reader.layout, damage.slot)
+                    set_state(reader.path, reader.layout, [damage.slot], DROPPED)
     _compare(report, scans, damaged, indexed)
     for digest in store._arrays.digests():
         report.arrays += 1
@@ -141,7 +140,7 @@ def _check_pack(scan: PackScan, reader: PackReader, report: Report) -> Iterator[
         yield Damage(scan.pack, slot, "the record does not match its checksum")
     for slot, record in scan.records:
         report.records += 1
-        if record.state != LIVE:
+        if not record.live:
             report.dropped += 1
             continue
         detail = _check(record, reader)
@@ -170,7 +169,7 @@ def _compare(
     report: Report, scans: list[PackScan], damaged: set[tuple[str, int]], indexed: set[tuple[str, int]]
 ) -> None:
     whole = finished(scans)
-    live = Counter(record.state for scan in scans for _, record in scan.records)[LIVE]
+    live = sum(record.live for scan in scans for _, record in scan.records)
     report.unfinished = live - len(whole)
     sound = {(pack, slot) for pack, slot, _ in whole} - damaged
     report.stale = len(indexed - sound)

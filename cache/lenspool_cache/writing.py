@@ -13,12 +13,12 @@ from lenspool_cache import ranges as rg
 from lenspool_cache.codec import Record, checksum, pack_record, raw
 from lenspool_cache.index import Place
 from lenspool_cache.keys import Run
+from lenspool_cache.policy import Policy
 from lenspool_cache.ranges import Range
 from lenspool_cache.reader import PackPool
 from lenspool_cache.segment import Need, PackWriter, create_pack
 
 FIRST_PACK = 16 << 20  # bytes of rows; each further pack is twice as large
-LAST_PACK = 1 << 30
 # Rows of a put are cut into segments of about this size: a checksum covers a segment, so this is what one row costs.
 SEGMENT_BYTES = 4 << 20
 # Puts and bytes after which data is flushed to the disk. A power cut can lose what came later, and nothing else.
@@ -57,8 +57,13 @@ class Writers:
         self._open: dict[tuple[str, int], tuple[PackWriter, int]] = {}
         self._puts = self._bytes = 0
 
-    def write(self, run: Run, pieces: Sequence[Piece]) -> list[Place]:
+    def write(self, run: Run, pieces: Sequence[Piece], written: int | None = None) -> list[Place]:
         """Write the pieces of one put: payload and documents to every pack first, then all records.
+
+        Parameters
+        ----------
+        written
+            When the rows were first written, in nanoseconds since the epoch (default: now).
 
         Raises
         ------
@@ -68,7 +73,7 @@ class Writers:
         groups: dict[tuple[str, int], list[Piece]] = {}
         for piece in pieces:
             groups.setdefault((piece.array.dtype.name, piece.array.shape[1]), []).append(piece)
-        batch, now = secrets.randbits(64), time.time_ns()
+        batch, now = secrets.randbits(64), written or time.time_ns()
         staged = [self._stage(run, kind, group, batch, len(pieces), now) for kind, group in groups.items()]
         places = []
         for writer, records in staged:
@@ -115,10 +120,9 @@ class Writers:
         old, size = self._open.get(kind, (None, FIRST_PACK // 2))
         if old is not None and old.fits(need):
             return old
-        size = min(2 * size, LAST_PACK)
-        path, layout = create_pack(self._packs.folder, self._store_id, *kind, size, need)
-        self._packs.learn(path.name, layout)
-        writer = PackWriter(path, layout)
+        size = min(2 * size, Policy.load(self._packs.folder.parent).pack_bytes)
+        writer = create_pack(self._packs.folder, self._store_id, *kind, size, need)
+        self._packs.learn(writer.path.name, writer.layout)
         self._open[kind] = writer, size
         if old is not None:
             old.sync()

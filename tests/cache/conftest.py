@@ -29,7 +29,8 @@ def script() -> Iterator[Callable[..., subprocess.Popen[str]]]:
 
     def start(source: str, *arguments: object) -> subprocess.Popen[str]:
         command = [sys.executable, "-c", source, *map(str, arguments)]
-        environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
+        paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
         started.append(process)
         return process

@@ -13,7 +13,7 @@ from store_samples import a_run, flip, pack_files, rows_of, same_bits
 
 from lenspool_cache import CacheCorrupt, CacheError, Store, verify
 from lenspool_cache.codec import RECORD_SIZE
-from lenspool_cache.segment import Layout, Need, PackWriter, create_pack
+from lenspool_cache.segment import Layout, Need, create_pack
 
 
 def filled(folder: Path, runs: int = 6) -> None:
@@ -220,8 +220,8 @@ def test_a_put_that_never_became_whole_stays_invisible(folder: Path) -> None:
 def test_a_failed_commit_uses_its_space_up(folder: Path) -> None:
     """A record that did reach the disk must not come to describe rows of the next put."""
     folder.mkdir()
-    path, layout = create_pack(folder, "id", "float32", 64, 1 << 20, Need(1, 1, 1))
-    writer = PackWriter(path, layout)
+    writer = create_pack(folder, "id", "float32", 64, 1 << 20, Need(1, 1, 1))
+    path = writer.path
     assert writer.stage([rows_of(1)], [b"document"]) == (0, 0)
     assert writer.stage([rows_of(2)], [b"document"]) == (0, 0), "staging alone uses up nothing"
     fd, writer.fd = writer.fd, os.open(path, os.O_RDONLY)

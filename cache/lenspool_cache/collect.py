@@ -1,0 +1,287 @@
+"""Eviction and compaction: keep a store within its policy, and give back the space of what is gone.
+
+Packs are never changed in place but in the state of records. What stays of a pack is copied to a new one, and the old
+file is unlinked: whoever has it open reads on, and the disk gets its space when the last one closes it. Only packs
+without a writer are touched. So packs that dead writers left partly filled are joined here, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from lenspool_cache.codec import DROPPED, RECORD_SIZE, WHOLE, Record
+from lenspool_cache.compact import Item, copy_items
+from lenspool_cache.errors import CacheCorrupt, CacheError
+from lenspool_cache.index import Place
+from lenspool_cache.keys import run_key
+from lenspool_cache.policy import Policy
+from lenspool_cache.reader import set_state
+from lenspool_cache.scan import finished, scan_all
+from lenspool_cache.segment import is_sealed
+from lenspool_cache.store import Store
+from lenspool_cache.writing import Writers
+
+log = logging.getLogger(__name__)
+
+_ROUNDS = 3
+_LOW_WATER = 0.9  # of the size limit: down to here, so that not each put evicts again
+_SKELETON = 96 << 10  # what an empty pack may take on the disk
+_DEAD_SHARE = 0.25  # of a pack, from which it is worth a copy of the rest
+_SMALL_PACK, _SMALL_PACKS = 4 << 20, 4  # so many packs that hold so little are joined
+
+
+@dataclass(slots=True)
+class Collected:
+    """What a collection did.
+
+    Attributes
+    ----------
+    busy
+        Another process collects at the moment; nothing was done.
+    evicted, evicted_bytes
+        Segments that were evicted, and their rows' bytes.
+    packs_removed, moved_bytes
+        Packs that were removed, and bytes of rows that were copied out of them before.
+    before_bytes, after_bytes
+        What the store took on the disk.
+    """
+
+    busy: bool = False
+    evicted: int = 0
+    evicted_bytes: int = 0
+    packs_removed: int = 0
+    moved_bytes: int = 0
+    before_bytes: int = 0
+    after_bytes: int = 0
+
+
+def collect(store: Store, policy: Policy | None = None, *, bytes_per_s: float | None = None) -> Collected:
+    """Evict what the policy does not allow, least recently used first, and compact.
+
+    Parameters
+    ----------
+    policy
+        Limits; default: the store's own.
+    bytes_per_s
+        Copy no faster than this.
+
+    Raises
+    ------
+    CacheError
+        The store is read-only, or cannot be written to.
+    """
+    store.require_writable()
+    policy = policy or store.policy
+    with store.errors(0), _alone(store) as alone:
+        if not alone:
+            return Collected(busy=True)
+        report = Collected(before_bytes=store.disk_bytes())
+        for _ in range(_ROUNDS):
+            removed = report.packs_removed
+            _Round(store, policy, report, bytes_per_s).run()
+            report.after_bytes = store.disk_bytes()
+            over = policy.max_bytes is not None and report.after_bytes > policy.max_bytes
+            if not over or report.packs_removed == removed:
+                break
+        store._index.forget_unused()
+        return report
+
+
+def evict(store: Store, keys: Iterable[bytes]) -> int:
+    """Drop entries by entry or run key, pinned or not; returns how many segments. `collect` gives their space back."""
+    store.require_writable()
+    wanted, dropped = set(keys), 0
+    with store.errors(0):
+        for pack, items in _by_pack(finished(list(scan_all(store._packs)))).items():
+            chosen = [(slot, r) for slot, r in items if r.key in wanted or _run_of(store, pack, r) in wanted]
+            _drop(store, pack, chosen)
+            dropped += len(chosen)
+    return dropped
+
+
+@contextlib.contextmanager
+def _alone(store: Store) -> Iterator[bool]:
+    fd = os.open(store.path / "collect.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield True
+    except BlockingIOError:
+        yield False
+    finally:
+        os.close(fd)
+
+
+def _by_pack(whole: Iterable[tuple[str, int, Record]]) -> dict[str, list[Item]]:
+    packs: dict[str, list[Item]] = defaultdict(list)
+    for pack, slot, record in whole:
+        packs[pack].append((slot, record))
+    return packs
+
+
+def _run_of(store: Store, pack: str, record: Record) -> bytes | None:
+    try:
+        document = store._packs.get(pack).document(record)
+    except (CacheCorrupt, OSError):
+        return None
+    return None if document is None else run_key(document)
+
+
+def _drop(store: Store, pack: str, items: list[Item]) -> None:
+    """The index first: who asks it from now on misses, and who asked it before finds the mark."""
+    if not items:
+        return
+    store._index.drop([Place(r.key, r.start, r.rows, pack, slot) for slot, r in items])
+    with contextlib.suppress(FileNotFoundError):
+        reader = store._packs.get(pack)
+        set_state(reader.path, reader.layout, [slot for slot, _ in items], DROPPED)
+
+
+class _Round:
+    def __init__(self, store: Store, policy: Policy, report: Collected, bytes_per_s: float | None) -> None:
+        self.store, self.policy, self.report, self.bytes_per_s = store, policy, report, bytes_per_s
+        names = store._packs.names()
+        with contextlib.suppress(FileNotFoundError):
+            self.sealed = [name for name in names if is_sealed(store._packs.folder / name)]
+        # Read after that: puts that went to a sealed pack are finished, or never will be.
+        scans = list(scan_all(store._packs))
+        whole = finished(scans)
+        self.batches: dict[int, set[str]] = defaultdict(set)  # dropped records, too, make a put whole
+        for scan in scans:
+            for _, record in scan.records:
+                self.batches[record.batch].add(scan.pack)
+        self.all = _by_pack(whole)
+        self.live = _by_pack(self._indexed(whole))
+
+    def run(self) -> None:
+        over = self._evict()
+        writers = Writers(self.store._packs, self.store.id)
+        try:
+            for pack in self._chosen(over):
+                self._empty(pack, writers)
+        finally:
+            writers.close()
+            self.store._packs.sweep()
+
+    def _indexed(self, whole: list[tuple[str, int, Record]]) -> list[tuple[str, int, Record]]:
+        """Without the records whose rows the index has in another place; those that it has nowhere are added."""
+        at = {place[:3]: place[3:] for place in self.store._index.all()}
+        packs = set(self.all)
+        lost = [
+            Place(r.key, r.start, r.rows, pack, slot)
+            for pack, slot, r in whole
+            if pack in self.sealed and at.get((r.key, r.start, r.rows), ("",))[0] not in packs
+        ]
+        if lost:
+            self.store._index.insert(lost)
+            at |= {place[:3]: place[3:] for place in self.store._index.find([p.key for p in lost])}
+        return [item for item in whole if at.get((item[2].key, item[2].start, item[2].rows), item[:2]) == item[:2]]
+
+    # -- eviction
+
+    def _evict(self) -> bool:
+        """Drop what the limits do not allow; whether the store was too large."""
+        pinned, used, now = self.store.pins.keys(), self.store._usage.all(), time.time_ns()
+        last: dict[bytes, int] = {}
+        holders: dict[bytes, list[tuple[str, Item]]] = defaultdict(list)
+        for pack in self.sealed:
+            for slot, record in self.live.get(pack, ()):
+                if record.key in pinned or (pinned and _run_of(self.store, pack, record) in pinned):
+                    continue
+                time_of = max(record.time, used.get(record.key, 0))
+                last[record.key] = max(time_of, last.get(record.key, 0))
+                holders[record.key].append((pack, (slot, record)))
+        excess = self._excess()
+        oldest = now - int((self.policy.max_age_s or 0) * 1e9)
+        victims: dict[str, list[Item]] = defaultdict(list)
+        freed = 0
+        for key in sorted(last, key=last.__getitem__):
+            if freed >= excess and (self.policy.max_age_s is None or last[key] >= oldest):
+                break
+            for pack, item in holders[key]:
+                victims[pack].append(item)
+                freed += self._bytes(pack, [item])
+        for pack, items in victims.items():
+            _drop(self.store, pack, items)
+            slots = {slot for slot, _ in items}
+            self.live[pack] = [item for item in self.live[pack] if item[0] not in slots]
+            self.report.evicted += len(items)
+            row_bytes = self.store._packs.get(pack).layout.row_bytes
+            self.report.evicted_bytes += sum(r.rows for _, r in items) * row_bytes
+        return excess > 0
+
+    def _excess(self) -> int:
+        """Bytes to evict, beside the space that nothing alive takes."""
+        total = self.store.disk_bytes()
+        if self.policy.max_bytes is None or total <= self.policy.max_bytes:
+            return 0
+        dead = sum(self._dead(pack) for pack in self.sealed)
+        return max(0, total - dead - int(_LOW_WATER * self.policy.max_bytes)) or 1
+
+    def _bytes(self, pack: str, items: list[Item]) -> int:
+        """What records take on the disk, with their rows and key documents."""
+        row_bytes = self.store._packs.get(pack).layout.row_bytes
+        documents = {r.document_offset: r.document_length for _, r in items}
+        return sum(documents.values()) + sum(r.rows * row_bytes + RECORD_SIZE + r.name_length for _, r in items)
+
+    def _disk(self, pack: str) -> int:
+        return (self.store._packs.folder / pack).stat().st_blocks * 512
+
+    def _dead(self, pack: str) -> int:
+        """Bytes that a copy of what lives in a pack would save."""
+        live = self.live.get(pack)
+        if not live:
+            return self._disk(pack)
+        return max(0, self._disk(pack) - self._bytes(pack, live) - _SKELETON)
+
+    # -- compaction
+
+    def _chosen(self, over: bool) -> list[str]:
+        """Sealed packs to be emptied: unused, with much that is dead, or small and many."""
+        chosen = set()
+        small: dict[str, list[str]] = defaultdict(list)
+        for pack in self.sealed:
+            dead = self._dead(pack)
+            if dead and (not self.live.get(pack) or over or dead >= _DEAD_SHARE * self._disk(pack)):
+                chosen.add(pack)
+            elif self._disk(pack) < _SMALL_PACK:
+                small[pack.rsplit("-", 1)[0]].append(pack)  # by dtype and width
+        for group in small.values():
+            if len(group) >= _SMALL_PACKS:
+                chosen.update(group)
+        return sorted(chosen)
+
+    def _empty(self, pack: str, writers: Writers) -> None:
+        """Copy what lives in a pack to another, and remove it."""
+        began = time.monotonic()
+        moved = copy_items(self.store, pack, self.live.get(pack, []), writers)
+        self.store._index.move(moved.pairs)
+        # Records of the same puts elsewhere must count without those that go now.
+        for other, items in self.all.items():
+            if other != pack:
+                slots = [slot for slot, r in items if r.state != WHOLE and pack in self.batches[r.batch]]
+                if slots:
+                    self._mark_whole(other, slots)
+        (self.store._packs.folder / pack).unlink(missing_ok=True)
+        self.report.packs_removed += 1
+        self.report.moved_bytes += moved.nbytes
+        log.info("pack %s removed, %d bytes of it moved", pack, moved.nbytes)
+        if self.bytes_per_s:
+            time.sleep(max(0.0, moved.nbytes / self.bytes_per_s - (time.monotonic() - began)))
+
+    def _mark_whole(self, pack: str, slots: list[int]) -> None:
+        try:
+            reader = self.store._packs.get(pack)
+        except FileNotFoundError:
+            return
+        except CacheCorrupt as error:
+            raise CacheError(f"pack {pack} cannot be read: {error}") from error
+        records = reader.records(slots)
+        still = [slot for slot, r in zip(slots, records, strict=True) if r is not None and r.live]
+        set_state(reader.path, reader.layout, still, WHOLE)

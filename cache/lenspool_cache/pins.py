@@ -1,0 +1,78 @@
+"""Pins: names under which runs and entries are kept, whatever the limits say. One small text file each."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import uuid
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+class Pins:
+    """The pins of one store: name to a set of 32-byte keys, of runs (all their entries) or of single entries."""
+
+    def __init__(self, store: Path) -> None:
+        self.folder = store / "pins"
+
+    def add(self, name: str, keys: Iterable[bytes]) -> None:
+        """Pin keys under a name, beside those that it has.
+
+        Raises
+        ------
+        ValueError
+            The name is not a plain file name, or a key has not 32 bytes.
+        """
+        path, keys = self._path(name), set(keys)
+        if any(len(key) != 32 for key in keys):
+            raise ValueError("a pinned key has 32 bytes")
+        self.folder.mkdir(exist_ok=True)
+        with self._lock():
+            lines = sorted(key.hex() for key in keys | self._read(path))
+            temporary = self.folder / f".{name}.{uuid.uuid4().hex}.tmp"
+            temporary.write_text("\n".join(lines) + "\n")
+            temporary.replace(path)
+
+    def remove(self, name: str) -> bool:
+        """Give a name up; whether there was one."""
+        path = self._path(name)
+        if not path.exists():
+            return False
+        with self._lock():
+            path.unlink(missing_ok=True)
+        return True
+
+    def all(self) -> dict[str, set[bytes]]:
+        """Every name with its keys."""
+        if not self.folder.exists():
+            return {}
+        return {p.name: self._read(p) for p in sorted(self.folder.iterdir()) if _NAME.fullmatch(p.name)}
+
+    def keys(self) -> set[bytes]:
+        """Every pinned key."""
+        return set().union(*self.all().values())
+
+    def _path(self, name: str) -> Path:
+        if not _NAME.fullmatch(name):
+            raise ValueError(f"a pin's name is letters, digits, '.', '_' and '-', not {name!r}")
+        return self.folder / name
+
+    @staticmethod
+    def _read(path: Path) -> set[bytes]:
+        try:
+            return {bytes.fromhex(line) for line in path.read_text().split()}
+        except FileNotFoundError:
+            return set()
+
+    @contextmanager
+    def _lock(self) -> Iterator[None]:
+        fd = os.open(self.folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(fd)

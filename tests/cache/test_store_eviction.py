@@ -1,0 +1,244 @@
+"""Limits, pins and compaction: what goes, what stays, and who may go on reading meanwhile."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from store_samples import a_run, pack_files, rows_of, same_bits
+
+from lenspool_cache import CacheError, Policy, Store, collect, evict, verify
+from lenspool_cache.segment import is_sealed
+from lenspool_cache.usage import Usage
+
+MB = 1 << 20
+ROWS = 64  # of 256 float32: 64 KB a run
+
+
+def fill(folder: Path, numbers: range) -> None:
+    """Each run stands in two packs: its texts are blobs. The store is closed after, so its packs are sealed."""
+    with Store(folder) as store:
+        for number in numbers:
+            store.put(a_run(number), {"h": [(0, rows_of(number, ROWS, 256))], "text": [(0, text(number))]})
+
+
+def text(number: int) -> np.ndarray:
+    return np.frombuffer(f"text {number}".encode(), np.uint8)[:, None]
+
+
+def answered(store: Store, numbers: range) -> set[int]:
+    """Runs whose rows the store has, bit for bit."""
+    out = set()
+    for number in numbers:
+        if "h" in store.lookup(a_run(number), ["h"]):
+            assert same_bits(store.rows(a_run(number), "h", [(0, ROWS)]), rows_of(number, ROWS, 256))
+            out.add(number)
+    return out
+
+
+def remove_index(folder: Path) -> None:
+    for path in folder.glob("index.sqlite*"):
+        path.unlink()
+
+
+def test_size_limit_evicts_the_least_recently_used(folder: Path) -> None:
+    with Store(folder) as store:
+        store.policy = Policy(max_bytes=4 * MB)
+    fill(folder, range(100))
+    with Store(folder) as store:
+        assert answered(store, range(10)) == set(range(10))  # the oldest, but used just now
+        done = collect(store)
+        assert done.before_bytes > 6 * MB
+        assert done.after_bytes == store.disk_bytes() <= 4 * MB
+        left = answered(store, range(100))
+        assert set(range(10)) <= left, "what was used lately stays"
+        assert left - set(range(10)) == set(range(100 - len(left) + 10, 100)), "of the others the youngest stay"
+        assert len(left) > 40, "no more goes than must"
+        report = verify(store)
+        assert report.ok
+    remove_index(folder)
+    with Store(folder) as store:
+        assert answered(store, range(100)) == left, "a rebuilt index brings nothing back, and loses nothing"
+        assert collect(store).evicted == 0
+
+
+def test_times_of_use_reach_other_processes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(folder, range(3))
+    with Store(folder) as store, Store(folder) as other:
+        store.lookup(a_run(1), ["h"])
+        assert Usage(other._index).all() == {}, "a hit writes nothing by itself"
+    with Store(folder) as store:
+        assert set(Usage(store._index).all()) == {a_run(1).entry("h")}
+        monkeypatch.setattr(store._usage, "_due", 0.0)
+        store.lookup(a_run(2), ["h"])
+        assert set(store._index.used()) == {a_run(n).entry("h") for n in (1, 2)}
+
+
+def test_age_limit(folder: Path) -> None:
+    fill(folder, range(4))
+    time.sleep(0.3)
+    fill(folder, range(4, 6))
+    with Store(folder) as store:
+        assert answered(store, range(1)) == {0}
+        assert collect(store, Policy(max_age_s=3600)).evicted == 0
+        assert collect(store, Policy(max_age_s=0.25)).evicted == 7  # three rows, and four texts, which were not used
+        assert answered(store, range(6)) == {0, 4, 5}
+        assert verify(store).ok
+
+
+@pytest.mark.parametrize("whole_run", [True, False])
+def test_pinned_is_never_evicted(folder: Path, whole_run: bool) -> None:
+    fill(folder, range(6))
+    with Store(folder) as store:
+        store.pins.add("paper", [a_run(2).key if whole_run else a_run(2).entry("h")])
+        store.pins.add("paper", [a_run(3).entry("h")])
+        store.pins.add("other", [a_run(3).key])
+        collect(store, Policy(max_bytes=0))
+        assert answered(store, range(6)) == {2, 3}
+        assert ("text" in store.lookup(a_run(2), ["text"])) == whole_run
+        assert store.pins.remove("paper")
+        assert not store.pins.remove("paper")
+        collect(store, Policy(max_bytes=0))
+        assert answered(store, range(6)) == {3}
+        assert store.pins.all() == {"other": {a_run(3).key}}
+
+
+@pytest.mark.parametrize("name", ["", ".hidden", "../up", "a/b", "x" * 200])
+def test_names_of_pins(store: Store, name: str) -> None:
+    with pytest.raises(ValueError, match="a pin's name"):
+        store.pins.add(name, [a_run().key])
+
+
+def test_eviction_does_not_break_what_remains_of_a_put(folder: Path) -> None:
+    """Rows and texts of a put stand in two packs. When one goes, the other still counts in a rebuilt index."""
+    fill(folder, range(6))
+    with Store(folder) as store:
+        assert evict(store, [a_run(n).entry("h") for n in range(6)]) == 6
+        assert collect(store).packs_removed == 1
+        assert len(pack_files(folder)) == 1
+    remove_index(folder)
+    with Store(folder) as store:
+        for number in range(6):
+            assert store.covered(a_run(number), ["h", "text"]) == {"text": [(0, 6)]}
+        assert verify(store).ok
+
+
+def test_open_readers_read_on(folder: Path) -> None:
+    fill(folder, range(6))
+    with Store(folder) as reader, Store(folder) as store:
+        segments = {n: reader.lookup(a_run(n), ["h"])["h"][0] for n in range(6)}
+        names = {p.name for p in pack_files(folder)}
+        collect(store, Policy(max_bytes=0))
+        assert not names & {p.name for p in pack_files(folder)}
+        for number, segment in segments.items():
+            assert same_bits(reader.read(segment), rows_of(number, ROWS, 256))
+        assert reader.lookup(a_run(0), ["h"]) == {}
+        with pytest.raises(KeyError):
+            reader.rows(a_run(0), "h", [(0, 1)])
+        assert reader.stats()["corrupt"] == 0, "evicted is not damaged"
+        reader._packs.sweep()
+        assert reader._packs._open == {}, "no reader holds deleted files for ever"
+
+
+def test_moved_rows_are_found_again_by_who_asked_before(folder: Path) -> None:
+    fill(folder, range(8))
+    with Store(folder) as reader, Store(folder) as store:
+        segment = reader.lookup(a_run(7), ["h"])["h"][0]
+        reader._packs.close()
+        evict(store, [a_run(n).key for n in range(7)])
+        assert collect(store).moved_bytes >= 64 << 10
+        answers = iter([[segment]])
+        lookup = reader.lookup
+        reader.lookup = lambda run, names: {"h": found} if (found := next(answers, None)) else lookup(run, names)  # type: ignore[method-assign]
+        assert same_bits(reader.rows(a_run(7), "h", [(0, ROWS)]), rows_of(7, ROWS, 256))
+
+
+def test_packs_of_living_writers_are_left_alone(folder: Path) -> None:
+    with Store(folder) as writer, Store(folder) as store:
+        writer.put(a_run(0), {"h": [(0, rows_of(0, ROWS, 256))]})
+        assert not is_sealed(pack_files(folder)[0])
+        assert collect(store, Policy(max_bytes=0)).evicted == 0
+        assert answered(store, range(1)) == {0}
+    assert is_sealed(pack_files(folder)[0])
+    with Store(folder) as store:
+        assert collect(store, Policy(max_bytes=0)).packs_removed == 1
+
+
+def test_partly_filled_packs_of_dead_writers_are_joined(folder: Path) -> None:
+    for number in range(10):
+        fill(folder, range(number, number + 1))
+    assert len(pack_files(folder)) == 20
+    with Store(folder) as store:
+        assert collect(store).evicted == 0
+        assert len(pack_files(folder)) == 2
+        assert answered(store, range(10)) == set(range(10))
+        assert verify(store).ok
+        assert collect(store).packs_removed == 0, "nothing is left to do"
+    remove_index(folder)
+    with Store(folder) as store:
+        assert answered(store, range(10)) == set(range(10))
+
+
+def test_damaged_rows_are_not_moved(folder: Path) -> None:
+    fill(folder, range(8))
+    with Store(folder) as store:
+        segment = store.lookup(a_run(7), ["h"])["h"][0]
+        path = folder / "packs" / segment.pack
+        at = path.read_bytes().index(rows_of(7, ROWS, 256).tobytes())
+        with path.open("r+b") as file:
+            file.seek(at)
+            file.write(b"\xff" * 8)
+        evict(store, [a_run(n).key for n in range(6)])
+        collect(store)
+        assert answered(store, range(8)) == {6}
+        assert verify(store).ok
+
+
+def test_one_collector_at_a_time(folder: Path, script: Callable[..., subprocess.Popen[str]]) -> None:
+    holder = """
+import fcntl, os, sys, time
+fd = os.open(sys.argv[1] + "/collect.lock", os.O_RDWR | os.O_CREAT)
+fcntl.flock(fd, fcntl.LOCK_EX)
+print("held", flush=True)
+time.sleep(60)
+"""
+    fill(folder, range(2))
+    process = script(holder, folder)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    with Store(folder) as store:
+        assert collect(store, Policy(max_bytes=0)).busy
+        process.kill()
+        process.wait()
+        assert collect(store, Policy(max_bytes=0)).evicted == 4
+
+
+def test_a_large_store_is_written_in_packs_that_can_go(folder: Path) -> None:
+    """With a limit, packs are small beside it: else an open one would be all of the store."""
+    with Store(folder) as store:
+        store.policy = Policy(max_bytes=8 * MB)
+        for number in range(400):
+            store.put(a_run(number), {"h": [(0, rows_of(number, ROWS, 256))]})
+            if number % 100 == 99:
+                collect(store)
+                assert store.disk_bytes() <= 8 * MB
+        assert answered(store, range(390, 400)) == set(range(390, 400))
+
+
+def test_refusals(folder: Path) -> None:
+    fill(folder, range(1))
+    with Store(folder, read_only=True) as store:
+        for refused in (lambda: collect(store), lambda: evict(store, [])):
+            with pytest.raises(CacheError, match="read-only"):
+                refused()
+        with pytest.raises(CacheError, match="read-only"):
+            store.policy = Policy()
+    with pytest.raises(ValueError, match="max_bytes"):
+        Policy(max_bytes=-1)
+    (folder / "policy.json").write_text('{"max_size": 1}')
+    with Store(folder) as store, pytest.raises(CacheError, match="is no policy"):
+        collect(store)
