@@ -78,7 +78,7 @@ async def head_ablation(
     InvalidJob
         An argument is wrong.
     """
-    card, tokenizer, _ = await client._connect()
+    card, tokenizer = await client._connect()
     listed: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
     texts = [tokenize(card, tokenizer, prompt) for prompt in listed]
     metrics = list(metric) if isinstance(metric, (list, tuple)) else [metric] * len(texts)

@@ -85,7 +85,7 @@ async def patching_sweep(
     InvalidJob
         An argument is wrong, or the prompts differ in length.
     """
-    card, tokenizer, _ = await client._connect()
+    card, tokenizer = await client._connect()
     tokens, corrupted = (tokenize(card, tokenizer, prompt) for prompt in (clean, corrupt))
     if len(tokens) != len(corrupted):
         counts = f"has {len(corrupted)} tokens, and clean {len(tokens)}"

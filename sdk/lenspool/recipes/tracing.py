@@ -105,7 +105,7 @@ async def causal_trace(
     InvalidJob
         An argument is wrong.
     """
-    card, tokenizer, _ = await client._connect()
+    card, tokenizer = await client._connect()
     tokens = tokenize(card, tokenizer, prompt)
     hidden = _subject(tokenizer, prompt, subject, len(tokens))
     where = ps.ordered(positions, len(tokens), generating=False) or []
