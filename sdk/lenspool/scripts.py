@@ -125,10 +125,11 @@ CLAIM = """
 -- crash nor a cancellation can fall between. Jobs that come back are first; those that lost a worker move to queues of
 -- their own before. Then the clients' queues take turns (start-time fair queueing): each job moves its queue back by
 -- the cost of its lane, and a queue that comes up is never behind the turn, so that nobody saves up turns.
--- KEYS = queue, suspects, alone, intermediate, rq:queues, ring, turn
+-- KEYS = queue, suspects, alone, intermediate, rq:queues, ring, turn, rq:suspended
 -- ARGV = how many, how many suspects, worker is idle, job key prefix, worker name, bytes per job, bytes in all,
 --        how many in the batch lane, most per client, cost of an interactive and of a batch job,
 --        client, its jobs in this worker, ...
+if redis.call('EXISTS', KEYS[8]) == 1 then return {'suspended', 0, {}} end
 local jobs, bytes = {}, 0
 local now = tonumber(redis.call('TIME')[1])
 local function set_aside(queue, id)
