@@ -18,7 +18,7 @@ class WorkerOptions(TypedDict, total=False):
     name: Annotated[str, Says("Name under which clients ask for the model; default: the folder's.")]
     max_in_flight: Annotated[int, Says("Jobs in the engine at a time; default 256.", 1)]
     held_bytes: Annotated[int, Says("Bytes of rows of jobs in flight; default a quarter of the memory.", 1)]
-    per_client: Annotated[int, Says("Jobs of one client in this worker at a time; default any.", 1)]
+    per_client: Annotated[int, Says("Jobs of one client at a time, in all workers that limit them; default any.", 1)]
     client_queue: Annotated[int, Says("Jobs of one client that may wait in a lane; default 200000.", 1)]
     model_queue: Annotated[int, Says("Jobs of the model that may wait; default 1000000.", 1)]
     metrics_port: Annotated[int, Says("Serve Prometheus metrics on this local port (0: any); default none.", 0)]

@@ -105,7 +105,7 @@ class Room(NamedTuple):
     idle
         Nothing is in flight: a job that must run alone may be taken.
     per_client
-        Most jobs of one client in this worker.
+        Most jobs of one client in all workers; None is any number.
     clients
         Jobs in this worker by client.
     """
@@ -114,7 +114,7 @@ class Room(NamedTuple):
     batch: int
     suspects: int
     idle: bool
-    per_client: int
+    per_client: int | None
     clients: Mapping[str, int]
 
 
@@ -155,6 +155,7 @@ class Ledger:
             keys.ring(card_id),
             keys.turn(card_id),
             WORKERS_SUSPENDED,
+            keys.held(card_id),
         ]
         self._bell = keys.work(card_id)
         self._claim = self._redis.register_script(scripts.CLAIM)
@@ -166,7 +167,15 @@ class Ledger:
         """Take as many jobs as there is room for; None when rq is suspended."""
         prefix = JsonJob.redis_job_namespace_prefix
         arguments: list[Any] = [room.free, room.suspects, int(room.idle), prefix, self._worker.name]
-        arguments += [_JOB_BYTES, _CLAIM_BYTES, room.batch, room.per_client, *_COSTS]
+        arguments += [
+            _JOB_BYTES,
+            _CLAIM_BYTES,
+            room.batch,
+            room.per_client or 0,
+            *_COSTS,
+            keys.card(""),
+            keys.WAITERS_TTL,
+        ]
         arguments += [part for client in room.clients.items() for part in client]
         kind, waiting_alone, jobs = self._claim(keys=self._claim_keys, args=arguments)
         if kind == b"suspended":

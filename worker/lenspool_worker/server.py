@@ -55,7 +55,7 @@ class Settings:
     insecure
         Accept a Redis on another machine that asks no password.
     per_client
-        Jobs of one client in this worker at a time.
+        Jobs of one client at a time, here and in the other workers that limit them.
     client_queue, model_queue
         Most jobs that may wait, see `QueueLimits`.
     held_bytes
