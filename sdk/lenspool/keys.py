@@ -99,6 +99,11 @@ def turn(card_id: str) -> str:
     return f"lenspool:turn:{card_id}"
 
 
+def held(card_id: str) -> str:
+    """Hash: worker -> JSON of how many jobs of which clients it has; kept by workers that limit those."""
+    return f"lenspool:held:{card_id}"
+
+
 def limits(card_id: str) -> str:
     """Hash of the most jobs that may wait: `model` in all, `client` of one client in one lane; set by workers."""
     return f"lenspool:limits:{card_id}"

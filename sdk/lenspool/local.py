@@ -12,10 +12,11 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Unpack
 
 from lenspool.client import Client
 from lenspool.errors import PoolUnavailable
+from lenspool.worker_options import WorkerOptions
 
 _STOP_S = 60.0
 """Seconds that a pool may take to stop before it is killed."""
@@ -26,10 +27,10 @@ async def connect_local(
     model: str | Path,
     *,
     store: str | Path | None = None,
-    name: str | None = None,
     engine: Mapping[str, Any] | None = None,
     compiled: bool = False,
     boot_timeout: float = 600.0,
+    **options: Unpack[WorkerOptions],
 ) -> AsyncIterator[Client]:
     """Start a pool on this machine for as long as the context lives, and connect to it.
 
@@ -39,14 +40,14 @@ async def connect_local(
         Model folder, or name on the Hugging Face hub.
     store
         Folder of the results; default `~/.cache/lenspool/store`. Kept: the next pool on it has all results.
-    name
-        Name of the model; default from its folder.
     engine
         Arguments of vLLM's engine, e.g. `{"max_model_len": 4096}`.
     compiled
         Compile the model: slower to boot, faster to run.
     boot_timeout
         Seconds that the engine may take to start.
+    options
+        `name`, `max_in_flight`, `per_client`, ...: those of `lenspool worker`, see `WorkerOptions`.
 
     Raises
     ------
@@ -56,7 +57,8 @@ async def connect_local(
     arguments = ["--model", str(model), "--engine", json.dumps(dict(engine or {})), "--follow-parent"]
     arguments += ["--compiled" if compiled else "--no-compiled"]
     arguments += ["--store", str(store)] if store is not None else []
-    arguments += ["--name", name] if name is not None else []
+    for option, value in options.items():
+        arguments += [f"--{option.replace('_', '-')}", str(value)]
     with tempfile.TemporaryFile("w+") as log:
         process, answer = _start(arguments, log)
         serving = False

@@ -15,7 +15,9 @@ from typing import Any, NoReturn
 
 from rq import Queue
 from rq.exceptions import NoSuchJobError
-from rq.job import Job
+from rq.job import Job, JobStatus
+from rq.registry import FinishedJobRegistry, StartedJobRegistry
+from rq.utils import utcformat
 
 from lenspool.errors import InvalidJob
 
@@ -73,9 +75,15 @@ class JsonJob(Job):
     ----------
     refused
         Names of fields in its hash that a lenspool job must not have; `document` fails when there are any.
+    stored
+        Redis has its hash: a run that succeeded writes only what changed.
+    home
+        Its queue, whose registries it then uses: rq makes new ones, dearly, at each use.
     """
 
     refused: tuple[str, ...] = ()
+    stored: bool = False
+    home: Queue | None = None
 
     def __init__(self, id: str | None = None, connection: Any = None, serializer: Any = None) -> None:
         super().__init__(id, connection=connection, serializer=serializer or StrictJSON)
@@ -87,6 +95,14 @@ class JsonJob(Job):
 
     # rq imports and calls these by name
     success_callback = failure_callback = stopped_callback = property(lambda self: None)
+
+    @property
+    def started_job_registry(self) -> StartedJobRegistry:
+        return super().started_job_registry if self.home is None else self.home.started_job_registry
+
+    @property
+    def finished_job_registry(self) -> FinishedJobRegistry:
+        return super().finished_job_registry if self.home is None else self.home.finished_job_registry
 
     def _execute(self) -> NoReturn:
         raise InvalidJob("job", "jobs of this pool run in a lenspool worker only")
@@ -109,6 +125,13 @@ class JsonJob(Job):
         except Exception as error:
             raise UnreadableJob(f"job {self.id}: {type(error).__name__}: {error}") from error
         self.result_ttl, self.failure_ttl = RESULT_TTL, FAILURE_TTL
+
+    def save(self, pipeline: Any = None, include_meta: bool = True, include_result: bool = True) -> None:
+        """Write the hash; of a job that has just finished the end alone, as rq would compress all of it again."""
+        if self.stored and pipeline is not None and self.get_status(refresh=False) == JobStatus.FINISHED:
+            pipeline.hset(self.key, "ended_at", utcformat(self.ended_at))
+        else:
+            super().save(pipeline, include_meta, include_result)
 
     def document(self) -> dict[str, Any]:
         """The job document, once the job is seen to be of the one kind that lenspool runs.

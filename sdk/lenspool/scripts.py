@@ -125,10 +125,12 @@ CLAIM = """
 -- crash nor a cancellation can fall between. Jobs that come back are first; those that lost a worker move to queues of
 -- their own before. Then the clients' queues take turns (start-time fair queueing): each job moves its queue back by
 -- the cost of its lane, and a queue that comes up is never behind the turn, so that nobody saves up turns.
--- KEYS = queue, suspects, alone, intermediate, rq:queues, ring, turn
+-- A limit per client holds for the pool: each worker says how many jobs of which clients it has.
+-- KEYS = queue, suspects, alone, intermediate, rq:queues, ring, turn, rq:suspended, who has how many jobs of whom
 -- ARGV = how many, how many suspects, worker is idle, job key prefix, worker name, bytes per job, bytes in all,
---        how many in the batch lane, most per client, cost of an interactive and of a batch job,
---        client, its jobs in this worker, ...
+--        how many in the batch lane, most per client (0: any), cost of an interactive and of a batch job,
+--        prefix of cards, ttl of what is said of clients, client, its jobs in this worker, ...
+if redis.call('EXISTS', KEYS[8]) == 1 then return {'suspended', 0, {}} end
 local jobs, bytes = {}, 0
 local now = tonumber(redis.call('TIME')[1])
 local function set_aside(queue, id)
@@ -169,10 +171,24 @@ local function take(queue, count)
   end
   return taken
 end
+local function jobs_elsewhere()
+  local counts, said = {}, redis.call('HGETALL', KEYS[9])
+  for i = 1, #said, 2 do
+    local _, theirs = pcall(cjson.decode, said[i + 1])
+    if redis.call('EXISTS', ARGV[12] .. said[i]) == 0 or type(theirs) ~= 'table' then
+      redis.call('HDEL', KEYS[9], said[i])
+    elseif said[i] ~= ARGV[5] then
+      for client, count in pairs(theirs) do counts[client] = (counts[client] or 0) + (tonumber(count) or 0) end
+    end
+  end
+  return counts
+end
 local function take_in_turns(count)
   local batch, most = tonumber(ARGV[8]), tonumber(ARGV[9])
-  local cost, mine = {interactive = tonumber(ARGV[10]), batch = tonumber(ARGV[11])}, {}
-  for i = 12, #ARGV, 2 do mine[ARGV[i]] = tonumber(ARGV[i + 1]) end
+  local cost, mine, theirs = {interactive = tonumber(ARGV[10]), batch = tonumber(ARGV[11])}, {}, {}
+  for i = 14, #ARGV, 2 do mine[ARGV[i]] = tonumber(ARGV[i + 1]) end
+  local limited = most > 0
+  if limited then theirs = jobs_elsewhere() end
   local turn = tonumber(redis.call('GET', KEYS[7]) or 0)
   local passed, taken = 0, 0
   while taken < count and bytes < tonumber(ARGV[7]) do
@@ -180,7 +196,8 @@ local function take_in_turns(count)
     if #head == 0 then break end
     local queue, at = head[1], math.max(tonumber(head[2]), turn)
     local lane, client = string.match(queue, ':(%a+):([%w_-]+)$')
-    if cost[lane] and ((lane == 'batch' and batch <= 0) or (mine[client] or 0) >= most) then
+    local busy = limited and cost[lane] and (mine[client] or 0) + (theirs[client] or 0) >= most
+    if busy or (lane == 'batch' and batch <= 0) then
       passed = passed + 1
     elseif not cost[lane] or take(queue, 1) == 0 then  -- empty: its turn is over
       redis.call('ZREM', KEYS[6], queue)
@@ -192,6 +209,10 @@ local function take_in_turns(count)
     end
   end
   if redis.call('EXISTS', KEYS[6]) == 1 then redis.call('SET', KEYS[7], turn) else redis.call('DEL', KEYS[7]) end
+  if limited then
+    redis.call('HSET', KEYS[9], ARGV[5], cjson.encode(mine))
+    redis.call('EXPIRE', KEYS[9], ARGV[13])
+  end
 end
 local free, suspects = tonumber(ARGV[1]), tonumber(ARGV[2])
 if ARGV[3] == '1' and take(KEYS[3], 1) == 1 then return {'alone', 0, jobs} end

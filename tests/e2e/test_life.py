@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+import redis
 import torch
 import transformers
 
@@ -139,7 +141,8 @@ async def test_without_a_worker_a_call_fails_instead_of_hanging(broker: Broker) 
 
 
 def test_sync_twin_and_embedded_pool(tiny: Path, tmp_path: Path) -> None:
-    with lenspool.sync.connect_local(tiny, store=tmp_path / "store", name="mine") as client:
+    options = {"name": "mine", "client_queue": 7, "metrics_port": 0}
+    with lenspool.sync.connect_local(tiny, store=tmp_path / "store", **options) as client:
         first = client.capture([1, 2, 3], HOOKS)
         assert first["logits"].shape == (3, 500)
         assert [r.cached for r in client.map([[1, 2, 3], [4]], HOOKS)] == [True, False]
@@ -147,6 +150,10 @@ def test_sync_twin_and_embedded_pool(tiny: Path, tmp_path: Path) -> None:
         with pytest.raises(lenspool.InvalidJob, match="tokenizer"):
             client.capture("text", HOOKS)
         url = client._client.url
+        with redis.Redis.from_url(url) as server:
+            (limits,), (card,) = (server.keys(f"lenspool:{kind}:*") for kind in ("limits", "card"))
+            assert server.hget(limits, "client") == b"7"
+            assert json.loads(server.get(card))["metrics_port"] > 0
     assert not Path(url.removeprefix("unix://")).exists()
 
 

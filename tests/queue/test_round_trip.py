@@ -221,33 +221,6 @@ async def test_closing_a_client_gives_its_jobs_up(pool: Pool, connect: Connect) 
     assert pool.redis.hget(f"rq:job:{ticket.id}", "status") == b"canceled"
 
 
-async def test_1000_cancellations_leave_nothing(pool: Pool, connect: Connect) -> None:
-    worker = pool.worker()
-    async with connect() as queue:
-
-        async def ask(n: int) -> dict[str, int]:
-            return await queue.submit(CARD, doc(n, "sleep", s=30.0)).result()
-
-        tasks = []
-        for n in range(1000):
-            tasks.append(asyncio.create_task(ask(n)))
-            if n % 10 == 0:
-                await asyncio.sleep(0.003)
-            if n % 3 == 0:
-                tasks[n // 2].cancel()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        assert (await queue.submit(CARD, doc("good")).result()) == {"n": "good"}
-        registry = f"rq:wip:{keys.queue_name(CARD)}"
-        await until(lambda: pool.redis.zcard(registry) == 0)
-        assert pool.queued() == 0
-        assert not queue.flights
-    worker.signal(15)
-    stats = worker.wait()
-    assert stats["in_flight"] == 0 and stats["failed"] == 0
-
-
 # -- nobody waits forever
 
 

@@ -144,6 +144,26 @@ async def test_most_jobs_of_one_client_at_a_time(pool: Pool, connect: Connect) -
         await results(tickets)
 
 
+async def test_most_jobs_of_one_client_hold_for_all_workers(pool: Pool, connect: Connect) -> None:
+    """Also when one of them dies; its share is then the other's."""
+    first, second = (pool.worker(max_in_flight=20, per_client=6) for _ in range(2))
+    async with connect() as a, connect() as b:
+        pool.redis.hset(keys.held(CARD), mapping={"gone": f'{{"{a.id}": 6}}', "garbage": "5", "more": "{"})
+        for name in ("garbage", "more"):
+            pool.redis.set(keys.card(name), "{}", ex=60)
+        tickets = flood(a, "a", 120, Terms(), s=0.2)
+        most = 0
+        while pool.redis.zcard(f"rq:finished:{QUEUE}") < 60:
+            most = max(most, pool.redis.zcard(f"rq:wip:{QUEUE}"))
+            await asyncio.sleep(0.01)
+        assert most == 6
+        assert await asyncio.wait_for(b.submit(CARD, doc("b")).result(), 1.0) == {"n": "b"}
+        first.signal(9)
+        await results(tickets)
+        pids = {line.split()[1] for line in pool.log.read_text().splitlines()}
+        assert str(second.pid) in pids
+
+
 # -- limits
 
 

@@ -4,34 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import inspect
 import json
 import logging
 import os
 import sys
 import threading
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 
 from lenspool.card import ModelCard
 from lenspool.errors import LenspoolError
+from lenspool.worker_options import WorkerOptions
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Run a lenspool worker.")
 
 Model = Annotated[str, typer.Option(envvar="LENSPOOL_MODEL", help="Model folder, or name on the Hugging Face hub.")]
 Redis = Annotated[str, typer.Option(envvar="LENSPOOL_REDIS", help="redis://, rediss:// or unix:// URL.")]
 StoreFolder = Annotated[Path, typer.Option("--store", envvar="LENSPOOL_STORE", help="Folder of the HDF5 store.")]
-Name = Annotated[str | None, typer.Option(help="Name under which clients ask for the model (default: the folder's).")]
 EngineOptions = Annotated[str, typer.Option("--engine", help="vLLM engine arguments as a JSON object.")]
 Compiled = Annotated[bool, typer.Option(help="torch.compile the model: slower to boot, faster to run.")]
-InFlight = Annotated[int, typer.Option("--max-in-flight", min=1, help="Jobs in the engine at a time.")]
-PerClient = Annotated[int | None, typer.Option("--per-client", min=1, help="Of them, jobs of one client.")]
-ClientQueue = Annotated[int, typer.Option("--client-queue", min=1, help="Jobs of one client that may wait in a lane.")]
-ModelQueue = Annotated[int, typer.Option("--model-queue", min=1, help="Jobs of the model that may wait.")]
-Metrics = Annotated[int | None, typer.Option("--metrics-port", help="Serve Prometheus metrics on this local port.")]
-HeldBytes = Annotated[int | None, typer.Option("--held-bytes", min=1, help="Bytes of rows of jobs in flight.")]
 Insecure = Annotated[bool, typer.Option("--insecure", help="Accept a remote Redis without a password.")]
 ReadyFd = Annotated[int | None, typer.Option(hidden=True, help="Write one JSON line here when ready.")]
 FollowParent = Annotated[bool, typer.Option("--follow-parent", hidden=True, help="Stop when stdin is closed.")]
@@ -44,55 +40,62 @@ def default_store() -> Path:
     return cache_folder() / "store"
 
 
+def _with_worker_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Let a command take every one of `WorkerOptions` too; it gets those that were given in `options`."""
+    told = get_type_hints(WorkerOptions, include_extras=True)
+
+    @functools.wraps(command)
+    def call(**given: Any) -> None:
+        options = {name: value for name in told if (value := given.pop(name)) is not None}
+        command(**given, options=options)
+
+    own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "options"]
+    shared = []
+    for name, hint in told.items():
+        kind, says = get_args(hint)
+        option = typer.Option(help=says.help, min=says.least)
+        parameter = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None)
+        shared.append(parameter.replace(annotation=Annotated[kind | None, option]))
+    call.__signature__ = inspect.Signature(own + shared)  # type: ignore[attr-defined]  # what typer reads
+    return call
+
+
 @app.command()
+@_with_worker_options
 def worker(
+    *,
     model: Model,
     store: StoreFolder,
     redis: Redis = "redis://localhost:6379",
-    name: Name = None,
     engine: EngineOptions = "{}",
     compiled: Compiled = True,
-    max_in_flight: InFlight = 256,
     insecure: Insecure = False,
-    per_client: PerClient = None,
-    client_queue: ClientQueue = 200_000,
-    model_queue: ModelQueue = 1_000_000,
-    metrics_port: Metrics = None,
-    held_bytes: HeldBytes = None,
+    options: WorkerOptions,
 ) -> None:
     """Serve a model to a pool whose Redis runs already."""
-    from lenspool_worker.leases import QueueLimits
-
-    settings = replace(
-        _settings(model, redis, store, name, engine, compiled, max_in_flight, insecure),
-        per_client=per_client,
-        limits=QueueLimits(client_queue, model_queue),
-        metrics=metrics_port,
-        held_bytes=held_bytes,
-    )
-    _run(settings, None, False)
+    _run(_settings(model, redis, store, engine, compiled, insecure, options), None, False)
 
 
 @app.command()
+@_with_worker_options
 def up(
+    *,
     model: Model,
     store: Annotated[Path | None, typer.Option(envvar="LENSPOOL_STORE", help="Folder of the HDF5 store.")] = None,
     redis: Annotated[str | None, typer.Option(help="Use this Redis; default: start a Valkey of its own.")] = None,
-    name: Name = None,
     engine: EngineOptions = "{}",
     compiled: Compiled = False,
-    max_in_flight: InFlight = 256,
     insecure: Insecure = False,
     ready_fd: ReadyFd = None,
     follow_parent: FollowParent = False,
+    options: WorkerOptions,
 ) -> None:
     """Start a whole pool on this machine: a Valkey server, a store and one worker."""
     from lenspool.broker import Broker
 
     with contextlib.ExitStack() as stack:
         url = redis or stack.enter_context(Broker()).url
-        folder = store or default_store()
-        settings = _settings(model, url, folder, name, engine, compiled, max_in_flight, insecure)
+        settings = _settings(model, url, store or default_store(), engine, compiled, insecure, options)
         _run(settings, ready_fd, follow_parent)
 
 
@@ -107,25 +110,18 @@ def demo_model(
 
 
 def _settings(
-    model: str,
-    redis: str,
-    store: Path,
-    name: str | None,
-    engine: str,
-    compiled: bool,
-    max_in_flight: int,
-    insecure: bool,
+    model: str, redis: str, store: Path, engine: str, compiled: bool, insecure: bool, options: WorkerOptions
 ) -> Any:
     from lenspool_worker.server import Settings
 
     try:
-        options = json.loads(engine)
+        arguments = json.loads(engine)
     except ValueError as error:
         raise typer.BadParameter(f"not JSON: {error}", param_hint="--engine") from None
-    if not isinstance(options, dict):
+    if not isinstance(arguments, dict):
         raise typer.BadParameter("not a JSON object", param_hint="--engine")
-    options = {"enforce_eager": not compiled, **options}
-    return Settings(model, redis, store, name, options, max_in_flight, insecure)
+    arguments = {"enforce_eager": not compiled, **arguments}
+    return Settings(model, redis, store, engine=arguments, insecure=insecure, **options)
 
 
 def _run(settings: Any, ready_fd: int | None, follow_parent: bool) -> None:

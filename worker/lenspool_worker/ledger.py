@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from rq.executions import Execution
 from rq.job import JobStatus
 from rq.results import Result
-from rq.suspension import is_suspended
+from rq.suspension import WORKERS_SUSPENDED
 from rq.utils import as_text, now, utcformat
 from rq.worker.base import WorkerStatus
 
@@ -105,7 +105,7 @@ class Room(NamedTuple):
     idle
         Nothing is in flight: a job that must run alone may be taken.
     per_client
-        Most jobs of one client in this worker.
+        Most jobs of one client in all workers; None is any number.
     clients
         Jobs in this worker by client.
     """
@@ -114,7 +114,7 @@ class Room(NamedTuple):
     batch: int
     suspects: int
     idle: bool
-    per_client: int
+    per_client: int | None
     clients: Mapping[str, int]
 
 
@@ -145,6 +145,7 @@ class Ledger:
         self.queue = JsonQueue(keys.queue_name(card_id), connection=self._redis)
         suspects = JsonQueue(keys.suspects_name(card_id), connection=self._redis)
         alone = JsonQueue(keys.alone_name(card_id), connection=self._redis)
+        self._wip = self.queue.started_job_registry.key
         self._claim_keys = [
             self.queue.key,
             suspects.key,
@@ -153,6 +154,8 @@ class Ledger:
             JsonQueue.redis_queues_keys,
             keys.ring(card_id),
             keys.turn(card_id),
+            WORKERS_SUSPENDED,
+            keys.held(card_id),
         ]
         self._bell = keys.work(card_id)
         self._claim = self._redis.register_script(scripts.CLAIM)
@@ -162,13 +165,21 @@ class Ledger:
 
     def claim(self, room: Room) -> Claim | None:
         """Take as many jobs as there is room for; None when rq is suspended."""
-        if is_suspended(self._redis):
-            return None
         prefix = JsonJob.redis_job_namespace_prefix
         arguments: list[Any] = [room.free, room.suspects, int(room.idle), prefix, self._worker.name]
-        arguments += [_JOB_BYTES, _CLAIM_BYTES, room.batch, room.per_client, *_COSTS]
+        arguments += [
+            _JOB_BYTES,
+            _CLAIM_BYTES,
+            room.batch,
+            room.per_client or 0,
+            *_COSTS,
+            keys.card(""),
+            keys.WAITERS_TTL,
+        ]
         arguments += [part for client in room.clients.items() for part in client]
         kind, waiting_alone, jobs = self._claim(keys=self._claim_keys, args=arguments)
+        if kind == b"suspended":
+            return None
         return Claim(jobs, as_text(kind) == "alone", waiting_alone)
 
     def start(self, claimed: list[Any]) -> list[Entry]:
@@ -204,6 +215,7 @@ class Ledger:
         job.restore(fields)
         if job.origin != self.queue.name:
             raise InvalidJob("job", f"was made for the queue {job.origin[:100]!r}", self.queue.name)
+        job.home = self.queue
         return job, job.document()
 
     def bury(self, pipeline: Pipeline, job_id: str, error: Exception) -> None:
@@ -260,15 +272,13 @@ class Ledger:
         if not batch:
             return []
         with self._redis.pipeline(transaction=False) as pipeline:
+            pipeline.zmscore(self._wip, [entry.execution.composite_key for entry in batch])
             for entry in batch:
-                pipeline.zscore(self.queue.started_job_registry.key, entry.execution.composite_key)
-                pipeline.hexists(entry.job.key, "status")
-            replies = pipeline.execute()
-        return [
-            entry
-            for entry, score, exists in zip(batch, replies[::2], replies[1::2], strict=True)
-            if score is not None or not exists
-        ]
+                pipeline.hexists(entry.job.key, "data")
+            scores, *exist = pipeline.execute()
+        for entry, exists in zip(batch, exist, strict=True):
+            entry.job.stored = exists
+        return [entry for entry, score in zip(batch, scores, strict=True) if score is not None or not entry.job.stored]
 
     def _end(self, entry: Entry, pipeline: Pipeline) -> None:
         job = entry.job
@@ -284,7 +294,7 @@ class Ledger:
         if entry.end == "finished":
             job._result = entry.value
             job._handle_success(RESULT_TTL, pipeline=pipeline, **about)
-            job.cleanup(RESULT_TTL, pipeline=pipeline, remove_from_queue=False)
+            pipeline.expire(job.key, RESULT_TTL)
             self.notify(pipeline, job.id, "finished", StrictJSON.dumps(entry.value).decode())
         elif entry.end == "requeued":
             self.queue._enqueue_job(job, pipeline=pipeline, at_front=True)

@@ -66,7 +66,7 @@ class PoolWorker(BaseWorker):
     max_in_flight
         Jobs at a time.
     per_client
-        Jobs of one client at a time; default no limit of its own.
+        Jobs of one client at a time, here and in the other workers of the model that limit them; default any.
     reserve
         Places that jobs of the batch lane leave free, for questions of someone who waits; default an eighth.
     limits
@@ -131,7 +131,7 @@ class PoolWorker(BaseWorker):
         self.queues = [self._ledger.queue]
         self._async = asynchronous(connection, _IO_S)
         self._max_in_flight, self._max_suspects = max_in_flight, suspects
-        self._per_client = per_client or max_in_flight
+        self._per_client = per_client
         self._reserve = max_in_flight // 8 if reserve is None else reserve
         self._beat_s, self._grace = beat, grace
         self._io = ThreadPoolExecutor(1, "lenspool-io")

@@ -54,6 +54,7 @@ class Runs:
         self._batch = batch
         self._pause = pause
         self._entries: dict[str, Entry] = {}  # by execution id: running, or ended and not yet committed
+        self._of_job: dict[str, list[Entry]] = {}  # the same by job id
         self._ended: list[Entry] = []
         self._committer: asyncio.Task[None] | None = None
         self.changed = asyncio.Event()
@@ -79,8 +80,8 @@ class Runs:
 
     def stop(self, job_id: str, execution_id: str | None, reason: End) -> None:
         """Stop a job, or one execution of it."""
-        for entry in self.entries():
-            if entry.job.id == job_id and execution_id in (None, entry.execution.id):
+        for entry in self._of_job.get(job_id, ()):
+            if execution_id in (None, entry.execution.id):
                 entry.stop(reason)
 
     def stop_all(self, reason: End) -> None:
@@ -99,10 +100,11 @@ class Runs:
 
     def launch(self, entry: Entry) -> None:
         """Run a job that was claimed and started."""
-        earlier = [e.task for e in self._entries.values() if e.job.id == entry.job.id and e.task is not None]
-        for other in self.entries():
-            if other.job.id == entry.job.id:
-                other.stop("lost")  # Redis lost the job, or a reaper took it, and it came back here
+        same = self._of_job.setdefault(entry.job.id, [])
+        earlier = [other.task for other in same if other.task is not None]
+        for other in same:
+            other.stop("lost")  # Redis lost the job, or a reaper took it, and it came back here
+        same.append(entry)
         self._entries[entry.execution.id] = entry
         self.running += 1
         entry.task = asyncio.create_task(self._run(entry, earlier))
@@ -162,8 +164,15 @@ class Runs:
                     except Exception:
                         log.exception("job %s could not be committed; its lease will lapse", entry.job.id)
             for entry in batch:
-                del self._entries[entry.execution.id]
+                self._forget(entry)
                 self.changed.set()
+
+    def _forget(self, entry: Entry) -> None:
+        del self._entries[entry.execution.id]
+        same = self._of_job[entry.job.id]
+        same.remove(entry)
+        if not same:
+            del self._of_job[entry.job.id]
 
 
 def _wire(error: Exception) -> str:

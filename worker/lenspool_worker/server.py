@@ -55,12 +55,12 @@ class Settings:
     insecure
         Accept a Redis on another machine that asks no password.
     per_client
-        Jobs of one client in this worker at a time.
-    limits
-        Most jobs that may wait.
+        Jobs of one client at a time, here and in the other workers that limit them.
+    client_queue, model_queue
+        Most jobs that may wait, see `QueueLimits`.
     held_bytes
         Bytes of rows that the jobs in flight may hold together; default a quarter of the machine's memory.
-    metrics
+    metrics_port
         Port of the Prometheus endpoint, on loopback; None opens none, 0 any free one.
     """
 
@@ -72,8 +72,9 @@ class Settings:
     max_in_flight: int = 256
     insecure: bool = False
     per_client: int | None = None
-    limits: QueueLimits = field(default_factory=QueueLimits)
-    metrics: int | None = None
+    client_queue: int = QueueLimits().client
+    model_queue: int = QueueLimits().model
+    metrics_port: int | None = None
     held_bytes: int | None = None
 
 
@@ -141,7 +142,7 @@ async def serve(settings: Settings, ready: Callable[[ModelCard], None], stop: as
             connection=connection,
             max_in_flight=settings.max_in_flight,
             per_client=settings.per_client,
-            limits=settings.limits,
+            limits=QueueLimits(settings.client_queue, settings.model_queue),
         )
         runner.room.full = partial(_hold_for_bytes, worker)
         supervisor = Supervisor(engine, worker, partial(_same, settings, card))
@@ -156,7 +157,7 @@ async def serve(settings: Settings, ready: Callable[[ModelCard], None], stop: as
         ]
         announced = asyncio.create_task(_announce(aredis, card, ready))
         try:
-            with endpoint(published, settings.metrics) as port:
+            with endpoint(published, settings.metrics_port) as port:
                 published["metrics_port"] = port
                 await worker.serve(signals=True)
         finally:
