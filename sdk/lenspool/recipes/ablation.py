@@ -78,7 +78,8 @@ async def head_ablation(
     InvalidJob
         An argument is wrong.
     """
-    card, tokenizer = await client._connect()
+    card, desk = await client._connect()
+    tokenizer = desk.tokenizer
     listed: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
     texts = [tokenize(card, tokenizer, prompt) for prompt in listed]
     metrics = list(metric) if isinstance(metric, (list, tuple)) else [metric] * len(texts)

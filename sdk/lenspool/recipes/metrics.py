@@ -104,7 +104,8 @@ async def token_id(client: Client, token: Token) -> int:
     InvalidJob
         Not exactly one token, or outside the vocabulary.
     """
-    card, tokenizer = await client._connect()
+    card, desk = await client._connect()
+    tokenizer = desk.tokenizer
     if not isinstance(token, str):
         allowed = f"text of one token, or an id in 0..{card.vocab_size - 1}"
         if not isinstance(token, (int, np.integer)) or isinstance(token, bool) or not 0 <= token < card.vocab_size:

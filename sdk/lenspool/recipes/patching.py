@@ -85,7 +85,8 @@ async def patching_sweep(
     InvalidJob
         An argument is wrong, or the prompts differ in length.
     """
-    card, tokenizer = await client._connect()
+    card, desk = await client._connect()
+    tokenizer = desk.tokenizer
     tokens, corrupted = (tokenize(card, tokenizer, prompt) for prompt in (clean, corrupt))
     if len(tokens) != len(corrupted):
         counts = f"has {len(corrupted)} tokens, and clean {len(tokens)}"

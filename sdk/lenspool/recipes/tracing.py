@@ -105,7 +105,8 @@ async def causal_trace(
     InvalidJob
         An argument is wrong.
     """
-    card, tokenizer = await client._connect()
+    card, desk = await client._connect()
+    tokenizer = desk.tokenizer
     tokens = tokenize(card, tokenizer, prompt)
     hidden = _subject(tokenizer, prompt, subject, len(tokens))
     where = ps.ordered(positions, len(tokens), generating=False) or []
