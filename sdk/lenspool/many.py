@@ -9,19 +9,18 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Itera
 from typing import Any, TypeVar
 
 ItemT = TypeVar("ItemT")
-ResultT = TypeVar("ResultT")
 
 _REDRAW_S = 0.2
 
 
 async def in_flight(
     items: Iterable[ItemT],
-    call: Callable[[ItemT], Awaitable[ResultT]],
+    call: Callable[[ItemT], Awaitable[Any]],
     *,
     concurrency: int,
     ordered: bool = True,
     return_exceptions: bool = False,
-) -> AsyncGenerator[tuple[int, ResultT | BaseException]]:
+) -> AsyncGenerator[tuple[int, Any]]:
     """Call a function for each item, at most `concurrency` at a time.
 
     Items are drawn as results are taken: there are never more than `concurrency` calls and untaken results together.
@@ -33,9 +32,9 @@ async def in_flight(
         error is raised, and the other calls are cancelled, as they are when the iterator is closed.
     """
     source = enumerate(items)
-    running: dict[asyncio.Task[ResultT], int] = {}
+    running: dict[asyncio.Task[Any], int] = {}
 
-    async def run(item: ItemT) -> ResultT:
+    async def run(item: ItemT) -> Any:
         return await call(item)
 
     try:

@@ -35,6 +35,11 @@ async def test_positions_by_text(client: Client) -> None:
     assert (await client.capture(chat, HOOK, positions=at(" Paris"))).positions.tolist() == [place]
     generated = await client.generate(PROMPT, max_tokens=3, hooks=HOOK, positions=at("Paris"))
     assert generated.positions.tolist() == tokens.at("Paris")
+    other = PROMPT.replace("Paris likes", "London likes")
+    assert len(await client.tokens(other)) == len(tokens)
+    recipe = lenspool.recipes.patching_sweep
+    sweep = await recipe(client, PROMPT, other, "resid_pre.3", at("Paris", 1), metric=lenspool.recipes.prob(" a"))
+    assert len(sweep.axes["position"]) == len(second)
     with pytest.raises(InvalidJob, match="not in the prompt"):
         await client.capture(PROMPT, HOOK, positions=at("London"))
     with pytest.raises(InvalidJob, match=r"Client\.map"):

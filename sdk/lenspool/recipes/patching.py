@@ -13,6 +13,7 @@ from lenspool import positions as ps
 from lenspool.errors import InvalidJob
 from lenspool.interventions import patch
 from lenspool.job import tokenize
+from lenspool.places import located
 from lenspool.recipes.heat_map import HeatMap, position_labels
 from lenspool.recipes.metrics import Metric, as_metric
 from lenspool.recipes.runs import CONCURRENCY, Planned, measured
@@ -72,7 +73,7 @@ async def patching_sweep(
         Names, aliases, short forms or globs; default `"blocks.*.hook_resid_pre"`, or `"blocks.*.attn.hook_z"` with
         `heads`.
     positions
-        Which, as everywhere.
+        Which, as everywhere; `at` looks in the clean prompt.
     metric
         `logit_diff(a, b)`, `prob(token)`, `kl`, or a callable: logits `[d_vocab]` of the last position -> number.
     heads
@@ -93,6 +94,7 @@ async def patching_sweep(
         raise InvalidJob("corrupt", counts, "prompts of as many tokens, so that each position has its counterpart")
     default = "blocks.*.attn.hook_z" if heads else "blocks.*.hook_resid_pre"
     names = hk.resolve(default if hooks is None else hooks, card)
+    positions, _ = located(positions, (), tokens, tokenizer)
     where = ps.ordered(positions, len(tokens), generating=False) or []
     count = head_count(card, names, "hooks") if heads else 0
     chosen = as_metric(metric)

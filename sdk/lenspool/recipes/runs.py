@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lenspool.errors import InvalidJob
 from lenspool.interventions import Intervention
+from lenspool.many import in_flight, progress_bar
 from lenspool.recipes.metrics import Measure
+from lenspool.sampling import check_integer
 
 if TYPE_CHECKING:
     from lenspool.client import Client
@@ -42,43 +43,19 @@ async def measured(
     computed
         How many were not in the store.
     """
-    if type(concurrency) is not int or concurrency < 1:
-        raise InvalidJob("concurrency", f"got {concurrency!r}", "an int from 1")
-    gate = asyncio.Semaphore(concurrency)
+    check_integer("concurrency", concurrency, 1, None)
     values, computed = np.full(len(runs), np.nan), 0
 
-    async def run(i: int, advance: Callable[[], None]) -> bool:
-        planned = runs[i]
-        async with gate:
-            result = await client.capture(
-                planned.tokens, planned.measure.reads, positions="last", interventions=planned.interventions
-            )
-            values[i] = await asyncio.to_thread(planned.measure.value, result)
-        advance()
-        return result.cached
+    async def run(planned: Planned) -> tuple[float, bool]:
+        result = await client.capture(
+            planned.tokens, planned.measure.reads, positions="last", interventions=planned.interventions
+        )
+        return await asyncio.to_thread(planned.measure.value, result), result.cached
 
-    with _bar(title, len(runs), progress) as advance:
-        tasks = [asyncio.create_task(run(i, advance)) for i in range(len(runs))]
-        try:
-            for done in asyncio.as_completed(tasks):
-                computed += not await done
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+    with progress_bar(progress is not False, runs, title) as advance:
+        async with aclosing(in_flight(runs, run, concurrency=concurrency, ordered=False)) as pairs:
+            async for i, (value, cached) in pairs:
+                values[i] = value
+                computed += not cached
+                advance()
     return values, computed
-
-
-@contextmanager
-def _bar(title: str, total: int, shown: bool | None) -> Iterator[Callable[[], None]]:
-    """A progress bar on stderr; None shows it on a terminal and in a notebook."""
-    from rich.console import Console
-    from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
-
-    console = Console(stderr=True)
-    if shown is None:
-        shown = console.is_terminal or console.is_jupyter
-    columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, disable=not shown) as bar:
-        task = bar.add_task(title, total=total)
-        yield lambda: bar.advance(task)

@@ -13,6 +13,7 @@ from lenspool import positions as ps
 from lenspool.errors import InvalidJob
 from lenspool.interventions import add, as_number, patch
 from lenspool.job import tokenize
+from lenspool.places import located
 from lenspool.recipes.heat_map import HeatMap, position_labels
 from lenspool.recipes.metrics import Token, prob
 from lenspool.recipes.runs import CONCURRENCY, Planned, measured
@@ -109,6 +110,7 @@ async def causal_trace(
     tokenizer = desk.tokenizer
     tokens = tokenize(card, tokenizer, prompt)
     hidden = _subject(tokenizer, prompt, subject, len(tokens))
+    positions, _ = located(positions, (), tokens, tokenizer)
     where = ps.ordered(positions, len(tokens), generating=False) or []
     names = hk.resolve(hooks, card)
     for field, number in (("window", window), ("samples", samples)):
