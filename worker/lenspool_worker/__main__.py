@@ -32,6 +32,8 @@ ClientQueue = Annotated[int, typer.Option("--client-queue", min=1, help="Jobs of
 ModelQueue = Annotated[int, typer.Option("--model-queue", min=1, help="Jobs of the model that may wait.")]
 Metrics = Annotated[int | None, typer.Option("--metrics-port", help="Serve Prometheus metrics on this local port.")]
 HeldBytes = Annotated[int | None, typer.Option("--held-bytes", min=1, help="Bytes of rows of jobs in flight.")]
+CacheBytes = Annotated[int | None, typer.Option(min=0, help="Limit of the store on the disk; 0 for none.")]
+CacheDays = Annotated[float | None, typer.Option(min=0, help="Days after the last use that rows are kept; 0: ever.")]
 Insecure = Annotated[bool, typer.Option("--insecure", help="Accept a remote Redis without a password.")]
 ReadyFd = Annotated[int | None, typer.Option(hidden=True, help="Write one JSON line here when ready.")]
 FollowParent = Annotated[bool, typer.Option("--follow-parent", hidden=True, help="Stop when stdin is closed.")]
@@ -59,6 +61,8 @@ def worker(
     model_queue: ModelQueue = 1_000_000,
     metrics_port: Metrics = None,
     held_bytes: HeldBytes = None,
+    cache_bytes: CacheBytes = None,
+    cache_days: CacheDays = None,
 ) -> None:
     """Serve a model to a pool whose Redis runs already."""
     from lenspool_worker.leases import QueueLimits
@@ -69,6 +73,8 @@ def worker(
         limits=QueueLimits(client_queue, model_queue),
         metrics=metrics_port,
         held_bytes=held_bytes,
+        cache_bytes=cache_bytes,
+        cache_days=cache_days,
     )
     _run(settings, None, False)
 
@@ -83,6 +89,8 @@ def up(
     compiled: Compiled = False,
     max_in_flight: InFlight = 256,
     insecure: Insecure = False,
+    cache_bytes: CacheBytes = None,
+    cache_days: CacheDays = None,
     ready_fd: ReadyFd = None,
     follow_parent: FollowParent = False,
 ) -> None:
@@ -93,7 +101,7 @@ def up(
         url = redis or stack.enter_context(Broker()).url
         folder = store or default_store()
         settings = _settings(model, url, folder, name, engine, compiled, max_in_flight, insecure)
-        _run(settings, ready_fd, follow_parent)
+        _run(replace(settings, cache_bytes=cache_bytes, cache_days=cache_days), ready_fd, follow_parent)
 
 
 @app.command()
