@@ -159,7 +159,7 @@ async def test_clean_up_by_another_process_is_seen(pool: Pool, connect: Connect)
     worker = pool.worker()
     async with connect() as queue:
         ticket = queue.submit(CARD, doc(1, "sleep", s=60.0))
-        await started(ticket)
+        await until(lambda: pool.redis.zcard(f"rq:wip:{QUEUE}") == 1)  # `started` is a moment earlier
         worker.signal(signal.SIGKILL)
         pool.redis.hset(f"rq:job:{ticket.id}", "retries_left", 0)
         registry = StartedJobRegistry(QUEUE, pool.redis, job_class=JsonJob, serializer=StrictJSON)

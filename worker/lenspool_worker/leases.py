@@ -115,7 +115,8 @@ class Leases:
             return  # was queued before the worker left, and would bring it back
         worker = self._worker
         registry = self._queue.started_job_registry
-        entries = worker.entries()
+        # the loop may not have heard yet of what was committed: a beat would write its execution anew
+        entries = [entry for entry in worker.entries() if not entry.committed]
         with self._redis.pipeline() as pipeline:
             worker.heartbeat(max(worker.lease * 4, 60), pipeline=pipeline)
             worker_registration.register(worker, pipeline)  # again each time: Redis may have come back empty

@@ -65,6 +65,8 @@ class Entry:
         Its task has taken its first step: one cancelled before would end without running a line of its own.
     over
         It has ended, and waits to be committed.
+    committed
+        Its end is in Redis.
     reason
         Why its task was cancelled, when this worker did that.
     end, value, error
@@ -80,6 +82,7 @@ class Entry:
     task: asyncio.Task[None] | None = None
     begun: bool = False
     over: bool = False
+    committed: bool = False
     reason: End | None = None
     end: End = "lost"
     value: dict[str, Any] | None = None
@@ -254,6 +257,8 @@ class Ledger:
             if len(self._worker.entries()) <= len(batch):
                 self._worker.set_state(WorkerStatus.IDLE, pipeline=pipeline)
             pipeline.execute()
+        for entry in batch:
+            entry.committed = True
         if fenced := [entry.job.id for entry in batch if entry not in mine]:
             log.warning("fenced: results of jobs that are not this worker's any more: %s", ", ".join(fenced))
             stats["fenced"] += len(fenced)

@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _IO_S = 5.0
+_SOON_S = 0.01
 _COLD_S = 10.0
 """Seconds that cancelled runs may take to end before the worker leaves without them."""
 
@@ -267,8 +268,11 @@ class PoolWorker(BaseWorker):
                 held = self._holds or self._alone or runs.uncommitted >= 2 * self._max_in_flight
                 if free > 0 and not held:
                     try:
-                        if await self._take(free):
+                        taken = await self._take(free)
+                        if taken == free:
                             continue
+                        if taken:
+                            wait = _SOON_S  # there is hardly more; let what is short be committed before another look
                     except (redis.exceptions.RedisError, OSError) as error:  # ids claimed unheard: a reaper's
                         log.warning("claim: %s", str(error)[:200] or type(error).__name__)
                         wait = 0.5

@@ -132,9 +132,9 @@ class Runs:
         entry.job.ended_at, entry.over = now(), True
         self.running -= 1
         self._ended.append(entry)
-        self.changed.set()
         if self._committer is None or self._committer.done():
-            self._committer = asyncio.create_task(self._commit())
+            self._committer = asyncio.create_task(self._commit())  # before the next claim, which uses the same thread
+        self.changed.set()
 
     async def _handle(self, entry: Entry) -> None:
         limit = entry.job.timeout
