@@ -45,6 +45,7 @@ _VARIABLES = 500  # keys in one query
 _MEMORY_S = 1.0  # how old an index in memory may grow, or this many times what it took to build
 _MEMORY_BUILDS = 20
 _ATTEMPTS = 4
+_VANISHING_S = 5.0  # a file that others keep deleting is opened anew for so long
 
 _DAMAGED = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR}
 # What opening a file gives that another process deletes at that moment.
@@ -187,6 +188,7 @@ class Index:
 
     def _attempt(self, work: Callable[[sqlite3.Connection], T]) -> T:
         with self._lock:
+            deadline = time.monotonic() + _VANISHING_S
             for attempt in count(1):
                 db: sqlite3.Connection | None = None
                 try:
@@ -200,7 +202,8 @@ class Index:
                         raise CacheFull(str(self.path.parent), 0) from error
                     damaged = code & 0xFF in _DAMAGED or code == _SHORT_READ
                     vanished = self._moved() or (db is None and code & 0xFF in _VANISHED)
-                    if attempt == _ATTEMPTS or not (damaged or vanished):
+                    spent = attempt >= _ATTEMPTS and not (vanished and time.monotonic() < deadline)
+                    if spent or not (damaged or vanished):
                         raise CacheError(f"the index {self.path} cannot be used: {error}") from error
                     log.warning("index %s: %s; it is opened anew", self.path, error)
                     self._discard(damaged)
