@@ -25,6 +25,7 @@ from lenspool_cache import Store
 from lenspool_worker.engine import Engine
 from lenspool_worker.fingerprint import fingerprint
 from lenspool_worker.guard import refuse_open_redis
+from lenspool_worker.housekeeping import keep_limits, set_limits
 from lenspool_worker.jobs import JobRunner
 from lenspool_worker.leases import QueueLimits
 from lenspool_worker.metrics import endpoint
@@ -62,6 +63,8 @@ class Settings:
         Bytes of rows that the jobs in flight may hold together; default a quarter of the machine's memory.
     metrics_port
         Port of the Prometheus endpoint, on loopback; None opens none, 0 any free one.
+    cache_bytes, cache_days
+        New limits of the store, 0 for none; with None it keeps those that it has.
     """
 
     model: str
@@ -76,6 +79,8 @@ class Settings:
     model_queue: int = QueueLimits().model
     metrics_port: int | None = None
     held_bytes: int | None = None
+    cache_bytes: int | None = None
+    cache_days: float | None = None
 
 
 def model_folder(model: str) -> Path:
@@ -98,6 +103,7 @@ async def started(settings: Settings) -> AsyncIterator[tuple[Engine, Store, Mode
     digest = loop.run_in_executor(None, fingerprint, folder)
     blob = await loop.run_in_executor(None, tokenizer_blob, folder)
     with Store(settings.store) as store:
+        set_limits(store, settings.cache_bytes, settings.cache_days)
         engine = Engine(str(folder), store, settings.engine)
         await engine.start()
         try:
@@ -154,6 +160,7 @@ async def serve(settings: Settings, ready: Callable[[ModelCard], None], stop: as
             asyncio.create_task(_stop_when(stop, worker)),
             asyncio.create_task(_keep_stats(engine, supervisor, worker, runner, published)),
             asyncio.create_task(streams.watch()),
+            asyncio.create_task(keep_limits(store)),
         ]
         announced = asyncio.create_task(_announce(aredis, card, ready))
         try:

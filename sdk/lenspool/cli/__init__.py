@@ -1,4 +1,4 @@
-"""The command line: `lenspool up|worker|demo-model|status|models|hooks|capture|generate`."""
+"""The command line: `lenspool up|worker|demo-model|status|models|hooks|capture|generate|cache`."""
 
 from lenspool.cli.main import app
 

@@ -1,0 +1,186 @@
+"""`lenspool cache ...`: look at a store, and keep it. It works on the store's folder; no pool needs to run."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from lenspool.errors import LenspoolError
+from lenspool_cache import Store, collect, verify
+from lenspool_cache import evict as evict_keys
+from lenspool_cache.catalog import catalog, summary
+from lenspool_cache.transfer import export as export_entries
+from lenspool_cache.transfer import import_file
+
+app = typer.Typer(no_args_is_help=True, help="Look at a store and keep it.")
+
+Folder = Annotated[Path, typer.Option("--store", envvar="LENSPOOL_STORE", help="Folder of the store.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Key = Annotated[str, typer.Argument(help="Key of a run or an entry in hex, or its first characters (at least 4).")]
+Keys = Annotated[list[str], typer.Argument(help="Keys of runs or entries in hex, or their first characters.")]
+
+_SHORT = 12  # hex digits of a key in a table
+
+
+@contextlib.contextmanager
+def _opened(folder: Path, *, write: bool = False) -> Iterator[Store]:
+    """The store, which must exist; an error of it becomes one line and exit status 1."""
+    try:
+        Store(folder, read_only=True).close()  # makes none where there is none
+        with Store(folder, read_only=not write) as store:
+            yield store
+    except (LenspoolError, OSError, ValueError) as error:
+        print(f"lenspool: {error}", file=sys.stderr)
+        raise typer.Exit(1) from None
+
+
+def _show(document: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(document, indent=2))
+        return
+    for name, value in document.items():
+        print(f"{name:16} {value}")
+
+
+def _table(rows: list[dict[str, Any]], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(rows, indent=2))
+        return
+    columns = ("run", "key", "name", "positions", "dtype", "width", "bytes")
+    table = Table(*columns)
+    for row in rows:
+        short = row | {"run": row["run"][:_SHORT], "key": row["key"][:_SHORT]}
+        table.add_row(*(str(short[column]) for column in columns))
+    Console().print(table)
+
+
+def _full_keys(store: Store, prefixes: list[str]) -> list[bytes]:
+    """Keys of runs or entries; one that is written in full need not be stored."""
+    out = []
+    for prefix in prefixes:
+        if len(prefix) == 64:
+            out.append(bytes.fromhex(prefix))
+            continue
+        if len(prefix) < 4:
+            raise ValueError(f"{prefix!r} is too short for a key: at least 4 hex digits")
+        entries = list(catalog(store, prefix))
+        found = {key for e in entries for key in (e.run.key, e.segment.key) if key.hex().startswith(prefix)}
+        if len(found) != 1:
+            raise ValueError(f"{len(found)} keys in the store begin with {prefix!r}")
+        out += found
+    return out
+
+
+@app.command()
+def stats(store: Folder, as_json: Json = False) -> None:
+    """Sizes, limits and pins."""
+    with _opened(store) as opened:
+        pins = {name: len(keys) for name, keys in opened.pins.all().items()}
+        _show({**opened.stats(), **asdict(opened.policy), "pins": pins}, as_json)
+
+
+@app.command("ls")
+def list_entries(
+    store: Folder,
+    name: Annotated[str | None, typer.Option(help="Only entries of this hook.")] = None,
+    limit: Annotated[int, typer.Option(min=1, help="At most so many, the newest.")] = 100,
+    as_json: Json = False,
+) -> None:
+    """Entries, oldest first."""
+    with _opened(store) as opened:
+        _table([summary(e) for e in catalog(opened) if name in (None, e.name)][-limit:], as_json)
+
+
+@app.command()
+def show(key: Key, store: Folder, as_json: Json = False) -> None:
+    """The key document of a run and its entries."""
+    with _opened(store) as opened:
+        (full,) = _full_keys(opened, [key])
+        entries = list(catalog(opened, full.hex()))
+        if not entries:
+            raise ValueError(f"nothing is stored under {key}")
+        rows = [summary(entry) for entry in entries]
+        if as_json:
+            print(json.dumps({"document": entries[0].run.document, "entries": rows}, indent=2))
+            return
+        print(json.dumps(entries[0].run.document, indent=2))
+        _table(rows, False)
+
+
+@app.command()
+def pin(name: str, keys: Keys, store: Folder, as_json: Json = False) -> None:
+    """Keep runs or entries under a name, whatever the limits."""
+    with _opened(store, write=True) as opened:
+        opened.pins.add(name, _full_keys(opened, keys))
+        _show({"name": name, "keys": sorted(key.hex() for key in opened.pins.all()[name])}, as_json)
+
+
+@app.command()
+def unpin(name: str, store: Folder, as_json: Json = False) -> None:
+    """Give a name up."""
+    with _opened(store, write=True) as opened:
+        if not opened.pins.remove(name):
+            raise ValueError(f"there is no pin {name!r}; there are {sorted(opened.pins.all())}")
+        _show({"name": name, "keys": []}, as_json)
+
+
+@app.command()
+def evict(keys: Keys, store: Folder, as_json: Json = False) -> None:
+    """Drop runs or entries now, pinned or not; `gc` gives their space back."""
+    with _opened(store, write=True) as opened:
+        _show({"evicted": evict_keys(opened, _full_keys(opened, keys))}, as_json)
+
+
+@app.command()
+def gc(
+    store: Folder,
+    max_bytes: Annotated[int | None, typer.Option(min=0, help="Limit for this time; default: the store's.")] = None,
+    max_days: Annotated[float | None, typer.Option(min=0, help="Limit for this time; default: the store's.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Evict what the limits do not allow, and compact."""
+    with _opened(store, write=True) as opened:
+        policy = opened.policy
+        if max_bytes is not None:
+            policy = replace(policy, max_bytes=max_bytes)
+        if max_days is not None:
+            policy = replace(policy, max_age_s=max_days * 86400)
+        _show(asdict(collect(opened, policy)), as_json)
+
+
+@app.command("verify")
+def check(
+    store: Folder,
+    repair: Annotated[bool, typer.Option("--repair", help="Drop what is damaged and rebuild the index.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Check every record, key document and payload; exit status 1 if something is wrong and was not repaired."""
+    with _opened(store, write=repair) as opened:
+        report = verify(opened, repair=repair)
+        _show({**asdict(report), "ok": report.ok}, as_json)
+    if not (report.ok or report.repaired):
+        raise typer.Exit(1)
+
+
+@app.command()
+def export(file: Path, keys: Keys, store: Folder, as_json: Json = False) -> None:
+    """Write runs or entries to a plain HDF5 file."""
+    with _opened(store) as opened:
+        entries = [entry for key in _full_keys(opened, keys) for entry in catalog(opened, key.hex())]
+        _show({"file": str(file), "entries": export_entries(opened, entries, file)}, as_json)
+
+
+@app.command("import")
+def import_(file: Path, store: Folder, as_json: Json = False) -> None:
+    """Put what `export` wrote into a store."""
+    with _opened(store, write=True) as opened:
+        _show({"file": str(file), "bytes": import_file(opened, file)}, as_json)

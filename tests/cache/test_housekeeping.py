@@ -1,0 +1,45 @@
+"""What a worker does for its store's limits."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from pathlib import Path
+
+from store_samples import a_run, rows_of
+
+from lenspool_cache import Policy, Store
+from lenspool_worker.housekeeping import keep_limits, set_limits
+
+
+def test_limits_are_set_and_left(folder: Path) -> None:
+    with Store(folder) as store:
+        set_limits(store, None, None)
+        assert not (folder / "policy.json").exists()
+        set_limits(store, 1000, 2.0)
+        assert store.policy == Policy(1000, 172_800)
+        set_limits(store, None, 1.0)
+        assert store.policy == Policy(1000, 86_400)
+        set_limits(store, 0, None)
+    with Store(folder, read_only=True) as store:
+        assert store.policy == Policy(None, 86_400)
+
+
+def test_limits_are_kept_in_the_background(folder: Path) -> None:
+    with Store(folder) as store:
+        store.put(a_run(), {"h": [(0, rows_of(0))]})
+
+    async def main(store: Store) -> None:
+        task = asyncio.create_task(keep_limits(store, every_s=0.01))
+        async with asyncio.timeout(20):
+            (folder / "policy.json").write_text("damaged")  # a failure does not end it
+            await asyncio.sleep(0.1)
+            store.policy = Policy(max_bytes=0)
+            while store.lookup(a_run(), ["h"]):
+                await asyncio.sleep(0.01)
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+    with Store(folder) as store:
+        asyncio.run(main(store))

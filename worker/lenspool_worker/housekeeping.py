@@ -1,0 +1,38 @@
+"""A worker keeps its store to its limits, in the background. Of several workers of a store one does it at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+
+from lenspool_cache import CacheError, Store, collect
+
+log = logging.getLogger(__name__)
+
+_EVERY_S = 60.0
+_COPY_BYTES_PER_S = 200 << 20
+
+
+def set_limits(store: Store, cache_bytes: int | None, cache_days: float | None) -> None:
+    """Give a store new limits, 0 for none; what is None stays as it is."""
+    policy = store.policy
+    if cache_bytes is not None:
+        policy = dataclasses.replace(policy, max_bytes=cache_bytes or None)
+    if cache_days is not None:
+        policy = dataclasses.replace(policy, max_age_s=cache_days * 86400 or None)
+    if policy != store.policy:
+        store.policy = policy
+
+
+async def keep_limits(store: Store, every_s: float = _EVERY_S) -> None:
+    """Evict and compact now and then, until cancelled. That the store cannot be written to stops nothing else."""
+    while True:
+        await asyncio.sleep(every_s)
+        try:
+            done = await asyncio.to_thread(collect, store, bytes_per_s=_COPY_BYTES_PER_S)
+        except CacheError as error:
+            log.warning("the store was not cleaned: %s", error)
+            continue
+        if done.evicted:
+            log.info("%d segments evicted, the store takes %d bytes", done.evicted, done.after_bytes)
