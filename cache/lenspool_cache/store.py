@@ -45,6 +45,7 @@ log = logging.getLogger(__name__)
 
 _EVICTED = {errno.ENOENT, errno.ESTALE}
 _GONE = _EVICTED | {errno.EIO}
+_MOVES = 4  # how often rows are looked for again that a collector took away between lookup and read
 
 
 class Store:
@@ -158,12 +159,13 @@ class Store:
             As in `read`.
         """
         wanted = rg.merge(ranges)
-        try:
-            return self._assembled(run, name, wanted)
-        except CacheCorrupt as error:
-            if not isinstance(error.__cause__, OSError):
-                raise
-            return self._assembled(run, name, wanted)  # evicted or moved meanwhile: by now a miss, or found again
+        for _ in range(_MOVES):
+            try:
+                return self._assembled(run, name, wanted)
+            except CacheCorrupt as error:
+                if not isinstance(error.__cause__, OSError):
+                    raise
+        raise KeyError(f"{name}: rows were evicted or moved {_MOVES} times while they were read")
 
     def _assembled(self, run: Run, name: str, wanted: list[Range]) -> np.ndarray:
         segments = self.lookup(run, [name]).get(name, [])
