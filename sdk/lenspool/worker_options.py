@@ -22,5 +22,5 @@ class WorkerOptions(TypedDict, total=False):
     client_queue: Annotated[int, Says("Jobs of one client that may wait in a lane; default 200000.", 1)]
     model_queue: Annotated[int, Says("Jobs of the model that may wait; default 1000000.", 1)]
     metrics_port: Annotated[int, Says("Serve Prometheus metrics on this local port (0: any); default none.", 0)]
-    cache_bytes: Annotated[int, Says("Limit of the store on the disk, 0 for none; default the one it has.", 0)]
-    cache_days: Annotated[float, Says("Days after the last use that rows are kept, 0: ever; default as it has.", 0)]
+    cache_bytes: Annotated[int, Says("Limit of the store on the disk, 0: none; default: the one that it has.", 0)]
+    cache_days: Annotated[float, Says("Days after last use that rows are kept, 0: ever; default: as it is set.", 0)]
