@@ -251,8 +251,8 @@ class Values:
             there = {int(p): k for k, p in enumerate(source.positions)}
             asked = order
             if source_positions is not None:
-                prompt = getattr(source, "prompt_token_ids", source.token_ids)
-                asked = _sources(source_positions, len(prompt), f"{self._field}.source_positions")
+                count = len(source.prompt_token_ids)
+                asked = _sources(source_positions, count, f"{self._field}.source_positions")
             if missing := [p for p in asked if p not in there]:
                 raise InvalidJob(self._field, f"the capture has no rows at {missing[:8]}", f"{sorted(there)[:8]}...")
             picked = [there[p] for p in asked]

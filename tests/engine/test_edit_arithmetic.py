@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -166,6 +167,27 @@ def test_add_moves_the_stream_by_exactly_one_rounding() -> None:
     taps_with([ADD], 0, 6, job).stream(hidden, residual, 0)
     assert torch.equal(hidden + residual, exact.float().bfloat16())
     assert np.array_equal(captured(job, 6).astype(np.float64), exact.float().bfloat16().double().numpy())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_edit_of_large_cancelling_halves_loses_one_rounding(name: str) -> None:
+    """Every op on a bfloat16 stream of 1e4, against float64 on the exact sum: half a unit in the last place of
+    bfloat16, and what float32 loses at the size of the row.
+    """
+    generator = torch.Generator().manual_seed(1)
+    large = torch.tensor([1e4, -1e4, 0.0, 3.0])
+    residual = (torch.randn(2, 4, generator=generator) + large).bfloat16()
+    hidden = (torch.randn(2, 4, generator=generator) - large / 2).bfloat16()
+    edit = from_document({"ranges": [[0, 2]], **CASES[name][0]}, ARRAYS.__getitem__, 4)
+    value = edit.value.double() if isinstance(edit.value, torch.Tensor) else edit.value
+    stream = hidden.double() + residual.double()
+    exact = dataclasses.replace(edit, value=value).apply(stream)
+    job = JobRows("tag")
+    taps_with([edit], 0, 2, job).stream(hidden, residual, 0)
+    half_a_unit = torch.finfo(torch.bfloat16).eps / 2 * exact.abs()
+    in_float32 = 8 * torch.finfo(torch.float32).eps * stream.abs().max()
+    assert ((hidden.double() + residual.double() - exact).abs() <= half_a_unit + in_float32).all()
+    assert np.array_equal(captured(job, 2).astype(np.float64), (hidden + residual).double().numpy())
 
 
 def test_edits_apply_in_order_and_captures_come_after_them() -> None:
