@@ -4,40 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-import os
-import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
-from pathlib import Path
-from types import TracebackType
-from typing import Any, Literal, Self, Unpack, overload
+from typing import Any, Literal, Unpack, overload
 
 import numpy as np
 
-from lenspool import keys
-from lenspool.access import open_access
 from lenspool.answer import Desk
-from lenspool.card import HookInfo, ModelCard
-from lenspool.counts import job_counts
-from lenspool.errors import InvalidJob, UnknownModel
+from lenspool.connection import Connection
+from lenspool.errors import InvalidJob
 from lenspool.handle import Job, record_of
 from lenspool.hooks import resolve
-from lenspool.interventions import ArrayRef, Intervention, as_float32
+from lenspool.interventions import Intervention
 from lenspool.job import Request, prepare, tokenize
 from lenspool.many import in_flight, progress_bar
-from lenspool.orders import Orders
 from lenspool.places import Tokens, located
 from lenspool.plan import Plan, Tally
-from lenspool.queue import JobQueue
 from lenspool.readouts import Readout
 from lenspool.result import Capture, Generation
 from lenspool.sampling import Sampling, check_integer, sampling_document
 from lenspool.staged import mean_norms, resolved
 from lenspool.streaming import Tell, TokenStream
 from lenspool.terms import Lane, Terms
-from lenspool.token_feed import TokenFeed
-from lenspool.tokenizer import from_bytes
-from lenspool_cache.keys import array_digest
 
 Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int] | np.ndarray
 """Text, chat messages, or token ids (taken verbatim)."""
@@ -47,11 +34,8 @@ Hooks = str | Readout | Iterable[str | Readout]
 
 Interventions = Intervention | Iterable[Intervention]
 
-_CLOCKS_S = 600.0
-"""How far the clocks of workers and clients may differ: whether a worker lives is said by its card, which expires."""
 
-
-class Client:
+class Client(Connection):
     """A connection to a pool.
 
     Parameters
@@ -69,84 +53,6 @@ class Client:
         Seconds for which a call waits for a broker or a worker that is gone before it raises `PoolUnavailable`.
     """
 
-    def __init__(
-        self,
-        url: str | None = None,
-        *,
-        model: str | None = None,
-        store: str | Path | Literal[False] | None = None,
-        inline_limit: int = 16 * 2**20,
-        patience: float = 120.0,
-    ) -> None:
-        self.url = url or os.environ.get("LENSPOOL_REDIS") or "redis://localhost:6379"
-        self.model = model or os.environ.get("LENSPOOL_MODEL")
-        self._store = os.environ.get("LENSPOOL_STORE") if store is None else store
-        self._inline_limit = inline_limit
-        self._queue = JobQueue(self.url, patience=patience)
-        self._orders = Orders(self._queue)
-        self._feed = TokenFeed(self._queue, self.url)
-        self._ready: tuple[ModelCard, Desk] | None = None
-        self._connecting = asyncio.Lock()
-
-    async def __aenter__(self) -> Self:
-        await self._queue.open()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()
-
-    async def close(self) -> None:
-        """Cancel what this client still waits for, and close its connections and files."""
-        await self._feed.close()
-        await self._queue.close()
-        if self._ready is not None:
-            self._ready[1].access.close()
-            self._ready = None
-
-    async def models(self) -> list[ModelCard]:
-        """Cards of the models that live workers serve, one per model id."""
-        cards = {card.id: card for card in map(ModelCard.from_dict, await self._published())}
-        return sorted(cards.values(), key=lambda card: card.id)
-
-    async def _published(self) -> list[dict[str, Any]]:
-        """What every live worker says of itself."""
-        names = await self._queue.redis.zrangebyscore(keys.CARDS, time.time() - _CLOCKS_S, "+inf")
-        found = await self._queue.redis.mget([keys.card(name.decode()) for name in names]) if names else []
-        return [json.loads(raw) for raw in found if raw]
-
-    async def card(self) -> ModelCard:
-        """The card of this client's model.
-
-        Raises
-        ------
-        UnknownModel
-            No live worker serves it, or no model was named and the pool serves none or several.
-        """
-        return (await self._connect())[0]
-
-    async def status(self) -> list[dict[str, Any]]:
-        """Per served model: jobs queued, running, finished and failed, and what its live workers say of themselves.
-
-        Returns
-        -------
-        list[dict]
-            `model`, `queued`, `running`, `finished`, `failed` (counts of RQ's queue and registries), and `workers`,
-            each with `name` and the engine's counters: `time` (Unix, when they were read), `steps`, `tokens`, ...
-        """
-        workers: dict[str, list[dict[str, Any]]] = {}
-        for document in await self._published():
-            entry = {"name": document["worker"], **document.get("stats", {})}
-            workers.setdefault(document["id"], []).append(entry)
-        return [
-            {"model": m, "workers": w, **await job_counts(self._queue.redis, m)} for m, w in sorted(workers.items())
-        ]
-
-    async def hooks(self) -> list[HookInfo]:
-        """Hooks that the model serves, in network order, with widths."""
-        return list((await self.card()).hooks.values())
-
     async def tokens(self, prompt: Prompt) -> Tokens:
         """The tokens of a prompt, as it would run: ids, text and positions, shown as a table.
 
@@ -158,19 +64,6 @@ class Client:
         card, desk = await self._connect()
         ids = tokenize(card, desk.tokenizer, prompt)
         return Tokens(ids, desk.tokenizer.tokens(ids) if desk.tokenizer else None, desk.tokenizer)
-
-    async def put(self, array: Any) -> ArrayRef:
-        """Leave an array in the pool, by content hash, to be used in any number of interventions.
-
-        Parameters
-        ----------
-        array
-            Array-like of finite numbers; kept as float32.
-        """
-        values = as_float32(array, "array")
-        digest = array_digest(values)
-        await (await self._connect())[1].access.put_array(digest, values)
-        return ArrayRef(digest, values.shape)
 
     async def norms(self, hooks: str | Iterable[str], prompts: Iterable[Prompt] | None = None) -> dict[str, float]:
         """How long rows are at some hooks: what the coefficient of an edit is to be measured by.
@@ -561,29 +454,3 @@ class Client:
         kind: Any = Capture if request.sampling is None else Generation
         desk = (await self._connect())[1]
         return await desk.answer(request, kind, timeout, Terms("batch", follow=True), whole=True)
-
-    async def _connect(self) -> tuple[ModelCard, Desk]:
-        async with self._connecting:
-            if self._ready is None:
-                card = self._choose(await self.models())
-                tokenizer = None
-                if card.tokenizer is not None:
-                    blob = await self._queue.redis.get(keys.tokenizer(card.tokenizer))
-                    if blob is None:
-                        raise UnknownModel(card.name, [])
-                    tokenizer = await asyncio.to_thread(from_bytes, blob)
-                access = await asyncio.to_thread(open_access, self._queue, card, self._store, self._inline_limit)
-                self._ready = card, Desk(self._queue, self._feed, access, tokenizer)
-            return self._ready
-
-    def _choose(self, cards: list[ModelCard]) -> ModelCard:
-        fitting = [card for card in cards if self.model in (None, card.name, card.id)]
-        if len(fitting) == 1:
-            return fitting[0]
-        if not fitting:
-            raise UnknownModel(self.model or "a model", sorted({card.name for card in cards}))
-        raise InvalidJob("model", "several models fit" if self.model else "no model was named", _ids(fitting))
-
-
-def _ids(cards: Iterable[ModelCard]) -> str:
-    return ", ".join(card.id for card in cards)
