@@ -169,9 +169,9 @@ class Values:
         if isinstance(value, ArrayRef) or _is_number(value):
             raise InvalidJob(field, "the length of the value is not known", "an array given by value, not a reference")
         array = as_float32(value, field).astype(np.float64)
-        if array.size == 0 or array.size % width:
-            raise InvalidJob(field, f"has shape {array.shape}", f"rows of {width} numbers")
-        length = float(np.linalg.norm(array.reshape(-1, width), axis=1).mean())
+        if array.size % width == 0:  # else it is refused, with the shapes that fit, where the value is written
+            array = array.reshape(-1, width)
+        length = float(np.linalg.norm(array.reshape(-1, array.shape[-1]), axis=1).mean())
         if length == 0:
             raise InvalidJob(field, "the vector is zero", "a vector with a direction")
         return length
