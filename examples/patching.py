@@ -34,7 +34,7 @@ async def pictures(client: Client, folder: Path) -> None:
         print(result)
         result.plot().figure.savefig(folder / f"{name}.png", dpi=150)
     print("heads that matter most, (layer, head, effect):", heads.top(3))
-    edit = mood.steer(relative=0.6)
+    edit = mood.steer(relative=0.25)
     print((await client.generate("The film was", max_tokens=20, interventions=edit)).text)
 
 

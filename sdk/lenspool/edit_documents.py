@@ -172,4 +172,4 @@ class _Writer:
         number = as_number(relative, f"{at}.relative")
         if hook.name not in self._norms:
             raise InvalidJob(f"{at}.relative", f"the norm at {hook.name} is not known", "a call of Client")
-        return number * self._norms[hook.name] / Values.length(item.value, f"{at}.relative")
+        return number * self._norms[hook.name] / Values.length(item.value, hook.width, f"{at}.relative")

@@ -158,8 +158,8 @@ class Values:
         self._dims = hook.dims or (hook.width,)
 
     @staticmethod
-    def length(value: Any, field: str) -> float:
-        """Norm of a vector, or mean norm of rows, given by value.
+    def length(value: Any, width: int, field: str) -> float:
+        """Norm of a vector, in any shape that has `width` numbers, or mean norm of rows, given by value.
 
         Raises
         ------
@@ -169,6 +169,8 @@ class Values:
         if isinstance(value, ArrayRef) or _is_number(value):
             raise InvalidJob(field, "the length of the value is not known", "an array given by value, not a reference")
         array = as_float32(value, field).astype(np.float64)
+        if array.size % width == 0:  # else it is refused, with the shapes that fit, where the value is written
+            array = array.reshape(-1, width)
         length = float(np.linalg.norm(array.reshape(-1, array.shape[-1]), axis=1).mean())
         if length == 0:
             raise InvalidJob(field, "the vector is zero", "a vector with a direction")

@@ -58,7 +58,7 @@ class SteeringVector:
         **where: Unpack[Where],
     ) -> Intervention:
         """Steer along it, at its own hook; see `lenspool.steer`."""
-        return steer(self.hook, self.vector.ravel(), coefficient=coefficient, relative=relative, norm=norm, **where)
+        return steer(self.hook, self.vector, coefficient=coefficient, relative=relative, norm=norm, **where)
 
     def projections(self) -> tuple[np.ndarray, np.ndarray]:
         """Component of each prompt's mean row along the vector: `[positives]` and `[negatives]`."""
