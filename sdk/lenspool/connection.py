@@ -29,22 +29,7 @@ _CLOCKS_S = 600.0
 
 
 class Connection:
-    """A connection to a pool; `lenspool.Client` is one, and asks.
-
-    Parameters
-    ----------
-    url
-        Redis: `redis://`, `rediss://` or `unix://`; default `LENSPOOL_REDIS`, then `redis://localhost:6379`.
-    model
-        Name (or id) of a served model; default `LENSPOOL_MODEL`; may be left out when the pool serves just one.
-    store
-        Folder of the pool's store; default `LENSPOOL_STORE`, then the folder that the worker names, when that is
-        reachable from here. Without a reachable store, or with `store=False`, results ride through Redis.
-    inline_limit
-        Largest result, in bytes, that may ride through Redis.
-    patience
-        Seconds for which a call waits for a broker or a worker that is gone before it raises `PoolUnavailable`.
-    """
+    """A connection to a pool; `lenspool.Client`, which has its arguments, is one that asks."""
 
     def __init__(
         self,
