@@ -1,7 +1,7 @@
 """The content-hash HDF5 store of lenspool. It knows arrays and keys, not jobs or models."""
 
 from lenspool_cache.collect import Collected, collect, evict
-from lenspool_cache.errors import CacheCorrupt, CacheError, CacheFull, LenspoolError
+from lenspool_cache.errors import CacheCorrupt, CacheError, CacheFull, CacheMiss, LenspoolError
 from lenspool_cache.keys import Run, array_digest, canonical_json
 from lenspool_cache.policy import Policy
 from lenspool_cache.segment import Segment
@@ -12,6 +12,7 @@ __all__ = [
     "CacheCorrupt",
     "CacheError",
     "CacheFull",
+    "CacheMiss",
     "Collected",
     "Damage",
     "LenspoolError",

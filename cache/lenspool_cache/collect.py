@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import logging
-import os
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -21,8 +20,8 @@ from lenspool_cache.compact import Item, copy_items
 from lenspool_cache.errors import CacheCorrupt, CacheError
 from lenspool_cache.index import Place
 from lenspool_cache.keys import run_key
+from lenspool_cache.locks import locked
 from lenspool_cache.policy import Policy
-from lenspool_cache.reader import set_state
 from lenspool_cache.scan import finished, scan_all
 from lenspool_cache.segment import is_sealed
 from lenspool_cache.store import Store
@@ -108,14 +107,11 @@ def evict(store: Store, keys: Iterable[bytes]) -> int:
 
 @contextlib.contextmanager
 def _alone(store: Store) -> Iterator[bool]:
-    fd = os.open(store.path / "collect.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield True
+        with locked(store.path / "collect.lock", fcntl.LOCK_EX | fcntl.LOCK_NB):
+            yield True
     except BlockingIOError:
         yield False
-    finally:
-        os.close(fd)
 
 
 def _by_pack(whole: Iterable[tuple[str, int, Record]]) -> dict[str, list[Item]]:
@@ -140,15 +136,14 @@ def _drop(store: Store, pack: str, items: list[Item]) -> None:
     store._index.drop([Place(r.key, r.start, r.rows, pack, slot) for slot, r in items])
     with contextlib.suppress(FileNotFoundError):
         reader = store._packs.get(pack)
-        set_state(reader.path, reader.layout, [slot for slot, _ in items], DROPPED)
+        reader.mark([slot for slot, _ in items], DROPPED)
 
 
 class _Round:
     def __init__(self, store: Store, policy: Policy, report: Collected, bytes_per_s: float | None) -> None:
         self.store, self.policy, self.report, self.bytes_per_s = store, policy, report, bytes_per_s
         names = store._packs.names()
-        with contextlib.suppress(FileNotFoundError):
-            self.sealed = [name for name in names if is_sealed(store._packs.folder / name)]
+        self.sealed = [name for name in names if is_sealed(store._packs.folder / name)]
         # Read after that: puts that went to a sealed pack are finished, or never will be.
         scans = list(scan_all(store._packs))
         whole = finished(scans)
@@ -284,4 +279,4 @@ class _Round:
             raise CacheError(f"pack {pack} cannot be read: {error}") from error
         records = reader.records(slots)
         still = [slot for slot, r in zip(slots, records, strict=True) if r is not None and r.live]
-        set_state(reader.path, reader.layout, still, WHOLE)
+        reader.mark(still, WHOLE)

@@ -45,7 +45,7 @@ def copy_items(store: Store, pack: str, items: Sequence[Item], writers: Writers)
                     pieces.append(_piece(reader, record))
                     old.append(place)
                 except CacheCorrupt:
-                    store._drop([place])
+                    store._own.drop([place])
             if pieces:
                 document = reader.document(chunk[0][1])
                 assert document is not None  # checked with each piece

@@ -107,15 +107,15 @@ class PackReader:
         """Uninitialised array [rows, width] of the pack's dtype."""
         return np.empty((rows, self.layout.width), dtype_of(self.layout.dtype))
 
-
-def set_state(path: Path, layout: Layout, slots: Sequence[int], state: int) -> None:
-    """Mark records, e.g. as `DROPPED`, so that no rebuilt index brings them back."""
-    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-    try:
-        for slot in slots:
-            write_all(fd, [state.to_bytes(4, "little")], layout.index_offset + slot * RECORD_SIZE + STATE_OFFSET)
-    finally:
-        os.close(fd)
+    def mark(self, slots: Sequence[int], state: int) -> None:
+        """Set the state of records, e.g. to `DROPPED`, so that no rebuilt index brings them back."""
+        fd = os.open(self.path, os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            for slot in slots:
+                place = self.layout.index_offset + slot * RECORD_SIZE + STATE_OFFSET
+                write_all(fd, [state.to_bytes(4, "little")], place)
+        finally:
+            os.close(fd)
 
 
 class PackPool:

@@ -11,7 +11,6 @@ store/
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import os
 import weakref
@@ -19,23 +18,24 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
-from threading import Lock, RLock
-from typing import NoReturn
+from threading import RLock
 
 import numpy as np
 
 from lenspool_cache import ranges as rg
 from lenspool_cache.arrays import ArrayFolder
 from lenspool_cache.assembly import minimal, parts
-from lenspool_cache.codec import DROPPED, canonical_array
-from lenspool_cache.errors import CacheCorrupt, CacheError, CacheFull
+from lenspool_cache.codec import canonical_array, dtype_of
+from lenspool_cache.errors import CacheCorrupt, CacheError, CacheFull, CacheMiss
 from lenspool_cache.identity import store_id
 from lenspool_cache.index import Index, Place
+from lenspool_cache.keeping import Keeper
 from lenspool_cache.keys import Run
+from lenspool_cache.lookup import Lookup
 from lenspool_cache.pins import Pins
 from lenspool_cache.policy import Policy
 from lenspool_cache.ranges import Range
-from lenspool_cache.reader import PackPool, PackReader, set_state
+from lenspool_cache.reader import PackPool
 from lenspool_cache.scan import finished, scan_all
 from lenspool_cache.segment import Segment, is_full
 from lenspool_cache.usage import Usage
@@ -43,8 +43,6 @@ from lenspool_cache.writing import Writers, cut
 
 log = logging.getLogger(__name__)
 
-_EVICTED = {errno.ENOENT, errno.ESTALE}
-_GONE = _EVICTED | {errno.EIO}
 _MOVES = 4  # how often rows are looked for again that a collector took away between lookup and read
 
 
@@ -87,12 +85,11 @@ class Store:
         self._arrays = ArrayFolder(self.path / "arrays")
         self._index = Index(self.path, self.id, self._truth, read_only=read_only)
         self.pins = Pins(self.path)
+        self._own = Lookup(self._packs, self._index)
         self._usage = Usage(self._index)
         self._writers = Writers(self._packs, self.id)
         self._write_lock = RLock()
-        self._dropped: set[tuple[str, int]] = set()
-        self._counts_lock = Lock()
-        self._corrupt = 0
+        self._keeper = Keeper(self._writers, self._write_lock)
         self._closed = False
         _stores.add(self)
 
@@ -110,10 +107,7 @@ class Store:
             Name to segments sorted by start. Only names that have segments.
         """
         by_key = {run.entry(name): name for name in names}
-        found, gone = self._find(run, list(by_key))
-        if gone:  # moved or evicted after the index was asked; it knows better by now
-            found, gone = self._find(run, list(by_key))
-            self._drop(gone, damaged=False)
+        found = self._own.find(run, list(by_key))
         if self._usage.note({segment.key for segment in found}):
             self._usage.flush()
             self._packs.sweep()
@@ -134,8 +128,8 @@ class Store:
         CacheCorrupt
             The rows do not match their checksum or are gone. The entry is dropped: a later lookup misses it.
         """
-        out = self._reader(segment).empty(segment.rows)
-        self._read_into(segment, out)
+        out = _empty(segment, segment.rows)
+        self._own.read_into(segment, out)
         return out
 
     def rows(self, run: Run, name: str, ranges: Iterable[Sequence[int]]) -> np.ndarray:
@@ -153,7 +147,7 @@ class Store:
 
         Raises
         ------
-        KeyError
+        CacheMiss
             The entry, or a position of it, is not stored.
         CacheCorrupt
             As in `read`.
@@ -165,22 +159,22 @@ class Store:
             except CacheCorrupt as error:
                 if not isinstance(error.__cause__, OSError):
                     raise
-        raise KeyError(f"{name}: rows were evicted or moved {_MOVES} times while they were read")
+        raise CacheMiss(name, f"rows were evicted or moved {_MOVES} times while they were read")
 
     def _assembled(self, run: Run, name: str, wanted: list[Range]) -> np.ndarray:
         segments = self.lookup(run, [name]).get(name, [])
         missing = rg.subtract(wanted, [s.range for s in segments])
         if missing or not segments:
-            raise KeyError(f"{name}: positions {missing} are not stored")
+            raise CacheMiss(name, f"positions {missing or wanted} are not stored")
         if len({(s.dtype, s.width) for s in segments}) > 1:
             raise CacheError(f"entry {name} of {run} has rows of several dtypes or widths")
         if len(wanted) == 1 and len(segments) == 1 and wanted[0] == segments[0].range:
             return self.read(segments[0])
-        out = self._reader(segments[0]).empty(rg.count(wanted))
+        out = _empty(segments[0], rg.count(wanted))
         for segment, group in groupby(parts(segments, wanted), key=lambda part: part.segment):
             todo = list(group)
             if todo[0].whole:
-                self._read_into(segment, out[todo[0].at : todo[0].at + segment.rows])
+                self._own.read_into(segment, out[todo[0].at : todo[0].at + segment.rows])
                 continue
             rows = self.read(segment)  # all of it: the checksum covers the whole segment
             for _, first, n, at in todo:
@@ -221,7 +215,7 @@ class Store:
                 return 0
             with self.errors(needed):
                 self._index.insert(self._writers.write(run, pieces))
-                self._writers.sync_sometimes(needed)
+                self._keeper.note(needed)
             return needed
 
     def put_array(self, array: np.ndarray) -> str:
@@ -252,7 +246,7 @@ class Store:
             return self._arrays.get(digest)
         except CacheCorrupt as error:
             log.warning("%s", error)
-            self._count_corrupt()
+            self._own.count()
             if not self.read_only:
                 self._arrays.remove(digest)
             raise
@@ -280,11 +274,12 @@ class Store:
             "payload_bytes": payload,
             "disk_bytes": self.disk_bytes(),
             "arrays": len(self._arrays.digests()),
-            "corrupt": self._corrupt,
+            "corrupt": self._own.corrupt,
         }
 
     def close(self) -> None:
         """Flush and close all files. Reading opens them again; writing raises."""
+        self._keeper.stop()
         with self._write_lock:
             self._closed = True
             try:
@@ -351,122 +346,13 @@ class Store:
         for pack, slot, record in finished(list(scan_all(self._packs))):
             yield Place(record.key, record.start, record.rows, pack, slot)
 
-    def _reader(self, segment: Segment) -> PackReader:
-        try:
-            return self._packs.get(segment.pack, deleted=True)
-        except OSError as error:
-            if error.errno not in _GONE:
-                raise CacheError(f"pack {segment.pack} cannot be opened: {error}") from error
-            self._lost(segment, f"pack {segment.pack}: {error}", error)
-        except CacheCorrupt as error:
-            self._lost(segment, str(error), error)
-
-    def _read_into(self, segment: Segment, out: np.ndarray) -> None:
-        reader = self._reader(segment)
-        try:
-            found = reader.read_into(segment.row, out)
-        except OSError as error:
-            if error.errno not in _GONE:
-                raise CacheError(f"pack {segment.pack} cannot be read: {error}") from error
-            self._lost(segment, f"pack {segment.pack}: {error}", error)
-        except CacheCorrupt as error:
-            self._lost(segment, str(error), error)
-        if found != segment.checksum:
-            self._lost(segment, "the rows do not match their checksum", None)
-
-    def _lost(self, segment: Segment, detail: str, cause: Exception | None) -> NoReturn:
-        evicted = isinstance(cause, OSError) and cause.errno in _EVICTED
-        place = Place(segment.key, segment.start, segment.rows, segment.pack, segment.slot)
-        self._drop([place], damaged=not evicted)
-        raise CacheCorrupt(segment.key.hex(), detail) from cause
-
-    def _find(self, run: Run, keys: Sequence[bytes]) -> tuple[list[Segment], list[Place]]:
-        """Segments of entries of a run, and places that the index gave but whose record is evicted."""
-        places: dict[str, list[Place]] = {}
-        for place in self._index.find(keys):
-            if (place.pack, place.slot) not in self._dropped:
-                places.setdefault(place.pack, []).append(place)
-        found: list[Segment] = []
-        bad: list[Place] = []
-        gone: list[Place] = []
-        for pack, group in places.items():
-            found += self._verified(run, pack, group, bad, gone)
-        self._drop(bad)
-        return found, gone
-
-    def _verified(
-        self, run: Run, pack: str, places: list[Place], bad: list[Place], gone: list[Place]
-    ) -> Iterator[Segment]:
-        """Segments of one pack whose record and key document are right; others go to `bad` or, evicted, to `gone`."""
-        try:
-            reader = self._packs.get(pack)
-            records = reader.records([place.slot for place in places])
-            matches: dict[tuple[int, int], bool] = {}
-            for place, record in zip(places, records, strict=True):
-                if record is None or (record.key, record.start, record.rows) != place[:3]:
-                    bad.append(place)
-                    continue
-                if not record.live:
-                    gone.append(place)
-                    continue
-                at = record.document_offset, record.document_length
-                if at not in matches:
-                    matches[at] = record.document_length == len(run.data) and reader.document(record) == run.data
-                if not matches[at]:
-                    bad.append(place)
-                    continue
-                layout = reader.layout
-                yield Segment(
-                    pack,
-                    record.row,
-                    record.start,
-                    record.rows,
-                    layout.dtype,
-                    layout.width,
-                    record.checksum,
-                    record.key,
-                    place.slot,
-                )
-        except OSError as error:
-            if error.errno not in _GONE:
-                raise CacheError(f"pack {pack} cannot be read: {error}") from error
-            (gone if error.errno in _EVICTED else bad).extend(places)
-        except CacheCorrupt:
-            bad.extend(places)
-
-    def _drop(self, places: list[Place], *, damaged: bool = True) -> None:
-        """Make entries a miss, now and after any rebuild of the index."""
-        if not places:
-            return
-        if damaged:
-            self._count_corrupt(len(places))
-        for place in places:
-            if damaged:
-                log.warning("entry %s in %s, slot %d, is damaged: dropped", place.key.hex(), *place[3:])
-            self._dropped.add((place.pack, place.slot))
-        if self.read_only:
-            return
-        for place in places:
-            # Gone or unreadable packs have nothing to mark, and a pack of another user cannot be marked.
-            with contextlib.suppress(OSError, CacheCorrupt):
-                reader = self._packs.get(place.pack)
-                record = reader.records([place.slot])[0]
-                if record is not None and record.key == place.key:
-                    set_state(reader.path, reader.layout, [place.slot], DROPPED)
-        try:
-            self._index.drop(places)
-        except CacheError as error:  # a full disk, say: this process still knows that they are bad
-            log.warning("dropped entries stay in the index: %s", error)
-
-    def _count_corrupt(self, count: int = 1) -> None:
-        with self._counts_lock:
-            self._corrupt += count
-
     def _after_fork(self) -> None:
         # The packs and the database connection belong to the parent; a child begins its own.
-        self._write_lock = RLock()
-        self._counts_lock = Lock()
+        self._keeper.release()
         self._writers.close()
+        self._write_lock = RLock()
+        self._keeper = Keeper(self._writers, self._write_lock)
+        self._own.after_fork()
         self._packs.after_fork()
         self._usage.after_fork()
         self._index.after_fork()
@@ -489,3 +375,7 @@ def _rows(name: str, start: int, array: np.ndarray) -> tuple[int, np.ndarray]:
     if start < 0:
         raise ValueError(f"rows of {name} start at {start}")
     return int(start), canonical_array(array)
+
+
+def _empty(segment: Segment, rows: int) -> np.ndarray:
+    return np.empty((rows, segment.width), dtype_of(segment.dtype))

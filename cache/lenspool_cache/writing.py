@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -21,8 +22,6 @@ from lenspool_cache.segment import Need, PackWriter, create_pack
 FIRST_PACK = 16 << 20  # bytes of rows; each further pack is twice as large
 # Rows of a put are cut into segments of about this size: a checksum covers a segment, so this is what one row costs.
 SEGMENT_BYTES = 4 << 20
-# Puts and bytes after which data is flushed to the disk. A power cut can lose what came later, and nothing else.
-SYNC_PUTS, SYNC_BYTES = 64, 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +54,7 @@ class Writers:
         self._packs = packs
         self._store_id = store_id
         self._open: dict[tuple[str, int], tuple[PackWriter, int]] = {}
-        self._puts = self._bytes = 0
+        self._full: list[PackWriter] = []
 
     def write(self, run: Run, pieces: Sequence[Piece], written: int | None = None) -> list[Place]:
         """Write the pieces of one put: payload and documents to every pack first, then all records.
@@ -125,25 +124,34 @@ class Writers:
         self._packs.learn(writer.path.name, writer.layout)
         self._open[kind] = writer, size
         if old is not None:
-            old.sync()
-            old.close()
+            self._full.append(old)
         return writer
 
-    def sync_sometimes(self, written: int) -> None:
-        """Count a put, and flush to the disk when enough came together."""
-        self._puts += 1
-        self._bytes += written
-        if self._puts >= SYNC_PUTS or self._bytes >= SYNC_BYTES:
-            self.sync()
+    @property
+    def open(self) -> bool:
+        """Whether any pack is open."""
+        return bool(self._open or self._full)
+
+    def duplicates(self) -> list[int]:
+        """File descriptors of all packs, for who flushes them to the disk; the full ones are closed here."""
+        writers = [*self._full, *(writer for writer, _ in self._open.values())]
+        out = [os.dup(writer.fd) for writer in writers]
+        for writer in self._full:
+            writer.close()
+        self._full.clear()
+        return out
 
     def sync(self) -> None:
         """Flush to the disk."""
+        while self._full:
+            self._full[-1].sync()
+            self._full.pop().close()
         for writer, _ in self._open.values():
             writer.sync()
-        self._puts = self._bytes = 0
 
     def close(self) -> None:
         """Close all packs; a later put begins new ones."""
-        for writer, _ in self._open.values():
+        for writer in (*self._full, *(writer for writer, _ in self._open.values())):
             writer.close()
+        self._full.clear()
         self._open.clear()
