@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lenspool_cache.database import Database, transaction
+from lenspool_cache.ranges import Range
 
 INDEX_VERSION = 2
 _SCHEMA = (
@@ -25,6 +26,7 @@ _DELETE = (
     "AND pack = (SELECT id FROM pack WHERE name = ?) AND slot = ?"
 )
 _VARIABLES = 500  # keys in one query
+_ENDLESS = 2**63 - 1
 
 
 class Place(NamedTuple):
@@ -59,8 +61,9 @@ class Index:
         self._truth = truth
         self._database = Database(folder / "index.sqlite", INDEX_VERSION, store_id, self._fill, read_only=read_only)
 
-    def find(self, keys: Sequence[bytes]) -> list[Place]:
-        """Places of all segments of these entries."""
+    def find(self, keys: Sequence[bytes], within: Range | None = None) -> list[Place]:
+        """Places of all segments of these entries; only of those that have rows `within` some positions."""
+        first, stop = within or (0, _ENDLESS)
 
         def work(db: sqlite3.Connection) -> list[Place]:
             out: list[Place] = []
@@ -71,8 +74,8 @@ class Index:
                     Place._make,
                     db.execute(
                         "SELECT entry.key, start, rows, pack.name, slot FROM entry JOIN pack ON pack.id = entry.pack "
-                        f"WHERE entry.key IN ({marks})",
-                        some,
+                        f"WHERE entry.key IN ({marks}) AND start < ? AND start + rows > ?",
+                        [*some, stop, first],
                     ),
                 )
             return out

@@ -29,7 +29,7 @@ class Keeper:
 
     def __init__(self, writers: Writers, lock: RLock) -> None:
         self._writers = writers
-        self._changed = Condition(lock)  # type: ignore[arg-type]
+        self._changed = Condition(lock)
         self._thread: Thread | None = None
         self._held: list[int] = []
         self._error: OSError | None = None

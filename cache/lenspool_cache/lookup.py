@@ -15,6 +15,7 @@ from lenspool_cache.codec import DROPPED
 from lenspool_cache.errors import CacheCorrupt, CacheError
 from lenspool_cache.index import Index, Place
 from lenspool_cache.keys import Run
+from lenspool_cache.ranges import Range
 from lenspool_cache.reader import PackPool
 from lenspool_cache.segment import Segment, segment_of
 
@@ -40,11 +41,11 @@ class Lookup:
         self._lock = Lock()
         self.corrupt = 0
 
-    def find(self, run: Run, keys: Sequence[bytes]) -> list[Segment]:
-        """Segments of entries of a run whose records and key document are right."""
-        found, gone = self._find(run, keys)
+    def find(self, run: Run, keys: Sequence[bytes], within: Range | None = None) -> list[Segment]:
+        """Segments of entries of a run, with rows `within` some positions, whose records and key document are right."""
+        found, gone = self._find(run, keys, within)
         if gone:  # moved or evicted after the index was asked; it knows better by now
-            found, gone = self._find(run, keys)
+            found, gone = self._find(run, keys, within)
             self.drop(gone, damaged=False)
         return found
 
@@ -69,10 +70,25 @@ class Lookup:
         if found != segment.checksum:
             self._lost(segment, "the rows do not match their checksum", None)
 
-    def _find(self, run: Run, keys: Sequence[bytes]) -> tuple[list[Segment], list[Place]]:
+    def name_of(self, segment: Segment) -> str:
+        """Name of the entry that a segment belongs to.
+
+        Raises
+        ------
+        CacheCorrupt
+            It is damaged.
+        """
+        reader = self._packs.get(segment.pack, deleted=True)
+        record = reader.records([segment.slot])[0]
+        name = None if record is None else reader.name(record)
+        if name is None:
+            raise CacheCorrupt(segment.key.hex(), "the name cannot be read")
+        return name
+
+    def _find(self, run: Run, keys: Sequence[bytes], within: Range | None) -> tuple[list[Segment], list[Place]]:
         """Segments of entries of a run, and places that the index gave but whose record is evicted."""
         places: dict[str, list[Place]] = {}
-        for place in self._index.find(keys):
+        for place in self._index.find(keys, within):
             if (place.pack, place.slot) not in self._dropped:
                 places.setdefault(place.pack, []).append(place)
         found: list[Segment] = []

@@ -16,6 +16,7 @@ import os
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from threading import RLock
@@ -31,6 +32,7 @@ from lenspool_cache.identity import store_id
 from lenspool_cache.index import Index, Place
 from lenspool_cache.keeping import Keeper
 from lenspool_cache.keys import Run
+from lenspool_cache.layers import below, from_below, open_layers
 from lenspool_cache.lookup import Lookup
 from lenspool_cache.pins import Pins
 from lenspool_cache.policy import Policy
@@ -57,11 +59,15 @@ class Store:
         Folder. Created, with a `store.json`, unless `read_only`.
     read_only
         Create and change nothing. Works without write permission.
+    lower
+        Folders or URLs (`s3://bucket/path`, extra `s3`) of stores that are only read: what one of them has is not
+        stored again here. By default those that the store itself names (`save_lower`); of these, one that cannot be
+        opened is left out, with a warning.
 
     Raises
     ------
     CacheError
-        The folder is not a store (read-only), is of another version, or cannot be made.
+        The folder is not a store (read-only), is of another version, or cannot be made; so is a layer in `lower`.
 
     Attributes
     ----------
@@ -73,7 +79,13 @@ class Store:
         Names under which runs and entries are kept whatever the policy says.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, read_only: bool = False) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        read_only: bool = False,
+        lower: Sequence[str | os.PathLike[str]] | None = None,
+    ) -> None:
         self.path = Path(path).absolute()
         self.read_only = read_only
         with self.errors(0):
@@ -91,15 +103,21 @@ class Store:
         self._write_lock = RLock()
         self._keeper = Keeper(self._writers, self._write_lock)
         self._closed = False
+        self._layers = open_layers(self.path, lower)
         _stores.add(self)
 
     # -- reading
 
-    def lookup(self, run: Run, names: Iterable[str]) -> dict[str, list[Segment]]:
-        """Segments of named entries of a run.
+    def lookup(self, run: Run, names: Iterable[str], within: Range | None = None) -> dict[str, list[Segment]]:
+        """Segments of named entries of a run, here and in the lower layers.
 
         The key document that stands beside the rows is compared with the run's; an entry whose document or record
         is damaged or another's is a miss, is logged and dropped.
+
+        Parameters
+        ----------
+        within
+            Only segments with rows at these positions.
 
         Returns
         -------
@@ -107,13 +125,17 @@ class Store:
             Name to segments sorted by start. Only names that have segments.
         """
         by_key = {run.entry(name): name for name in names}
-        found = self._own.find(run, list(by_key))
+        found = self._own.find(run, list(by_key), within)
         if self._usage.note({segment.key for segment in found}):
             self._usage.flush()
             self._packs.sweep()
         out: dict[str, list[Segment]] = {}
         for segment in found:
             out.setdefault(by_key[segment.key], []).append(segment)
+        for number, layer in enumerate(self._layers, 1):
+            left = [key for key, name in by_key.items() if not (within and _covers(out.get(name, ()), within))]
+            for segment in below(layer, run, left, within):
+                out.setdefault(by_key[segment.key], []).append(replace(segment, layer=number))
         return {name: minimal(segments) for name, segments in out.items()}
 
     def covered(self, run: Run, names: Iterable[str]) -> dict[str, list[Range]]:
@@ -129,16 +151,20 @@ class Store:
             The rows do not match their checksum or are gone. The entry is dropped: a later lookup misses it.
         """
         out = _empty(segment, segment.rows)
-        self._own.read_into(segment, out)
+        self._read_into(segment, out)
         return out
 
-    def rows(self, run: Run, name: str, ranges: Iterable[Sequence[int]]) -> np.ndarray:
+    def rows(
+        self, run: Run, name: str, ranges: Iterable[Sequence[int]], *, out: np.ndarray | None = None
+    ) -> np.ndarray:
         """Rows of an entry at positions, assembled from its segments.
 
         Parameters
         ----------
         ranges
             Half-open position ranges.
+        out
+            Array of the right shape and dtype (or its bits) to fill, in C order; streaming is faster with one.
 
         Returns
         -------
@@ -155,31 +181,38 @@ class Store:
         wanted = rg.merge(ranges)
         for _ in range(_MOVES):
             try:
-                return self._assembled(run, name, wanted)
+                return self._assembled(run, name, wanted, out)
             except CacheCorrupt as error:
                 if not isinstance(error.__cause__, OSError):
                     raise
         raise CacheMiss(name, f"rows were evicted or moved {_MOVES} times while they were read")
 
-    def _assembled(self, run: Run, name: str, wanted: list[Range]) -> np.ndarray:
-        segments = self.lookup(run, [name]).get(name, [])
+    def _assembled(self, run: Run, name: str, wanted: list[Range], out: np.ndarray | None) -> np.ndarray:
+        span = (wanted[0][0], wanted[-1][1]) if wanted else None
+        segments = self.lookup(run, [name], span).get(name, [])
         missing = rg.subtract(wanted, [s.range for s in segments])
         if missing or not segments:
             raise CacheMiss(name, f"positions {missing or wanted} are not stored")
         if len({(s.dtype, s.width) for s in segments}) > 1:
             raise CacheError(f"entry {name} of {run} has rows of several dtypes or widths")
-        if len(wanted) == 1 and len(segments) == 1 and wanted[0] == segments[0].range:
-            return self.read(segments[0])
-        out = _empty(segments[0], rg.count(wanted))
+        out = _empty(segments[0], rg.count(wanted)) if out is None else _checked(out, segments[0], rg.count(wanted))
         for segment, group in groupby(parts(segments, wanted), key=lambda part: part.segment):
             todo = list(group)
             if todo[0].whole:
-                self._own.read_into(segment, out[todo[0].at : todo[0].at + segment.rows])
+                self._read_into(segment, out[todo[0].at : todo[0].at + segment.rows])
                 continue
-            rows = self.read(segment)  # all of it: the checksum covers the whole segment
+            rows = _empty(segment, segment.rows)  # all of it: the checksum covers the whole segment
+            self._read_into(segment, rows)
             for _, first, n, at in todo:
                 out[at : at + n] = rows[first : first + n]
         return out
+
+    def _read_into(self, segment: Segment, out: np.ndarray) -> None:
+        if not segment.layer:
+            self._own.read_into(segment, out)
+            return
+        layer = self._layers[segment.layer - 1]
+        layer.read_into(segment, out)
 
     # -- writing
 
@@ -244,6 +277,8 @@ class Store:
         """
         try:
             return self._arrays.get(digest)
+        except KeyError:
+            return from_below(self._layers, digest)
         except CacheCorrupt as error:
             log.warning("%s", error)
             self._own.count()
@@ -252,8 +287,8 @@ class Store:
             raise
 
     def has_array(self, digest: str) -> bool:
-        """Whether an array is stored."""
-        return self._arrays.has(digest)
+        """Whether an array is stored, here or in a lower layer."""
+        return self._arrays.has(digest) or any(layer.has_array(digest) for layer in self._layers)
 
     def stats(self) -> dict[str, int | str]:
         """Numbers about the whole store; walks the index, so not for every request.
@@ -275,6 +310,7 @@ class Store:
             "disk_bytes": self.disk_bytes(),
             "arrays": len(self._arrays.digests()),
             "corrupt": self._own.corrupt,
+            "lower": ", ".join(layer.place for layer in self._layers),
         }
 
     def close(self) -> None:
@@ -290,6 +326,8 @@ class Store:
                 self._writers.close()
                 self._packs.close()
                 self._index.close()
+                for layer in self._layers:
+                    layer.close()
 
     def __enter__(self) -> Store:
         return self
@@ -375,6 +413,17 @@ def _rows(name: str, start: int, array: np.ndarray) -> tuple[int, np.ndarray]:
     if start < 0:
         raise ValueError(f"rows of {name} start at {start}")
     return int(start), canonical_array(array)
+
+
+def _covers(segments: Iterable[Segment], within: Range) -> bool:
+    return not rg.subtract([within], [segment.range for segment in segments])
+
+
+def _checked(out: np.ndarray, segment: Segment, rows: int) -> np.ndarray:
+    dtype = dtype_of(segment.dtype)
+    if out.shape != (rows, segment.width) or out.itemsize != dtype.itemsize or not out.flags.c_contiguous:
+        raise ValueError(f"out must be a C array [{rows}, {segment.width}] of {segment.dtype}")
+    return out.view(dtype)
 
 
 def _empty(segment: Segment, rows: int) -> np.ndarray:

@@ -21,7 +21,7 @@ from lenspool_cache.segment import Need, PackWriter, create_pack
 
 FIRST_PACK = 16 << 20  # bytes of rows; each further pack is twice as large
 # Rows of a put are cut into segments of about this size: a checksum covers a segment, so this is what one row costs.
-SEGMENT_BYTES = 4 << 20
+SEGMENT_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
