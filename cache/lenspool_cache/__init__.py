@@ -3,6 +3,7 @@
 from lenspool_cache.collect import Collected, collect, evict
 from lenspool_cache.errors import CacheCorrupt, CacheError, CacheFull, CacheMiss, LenspoolError
 from lenspool_cache.keys import Run, array_digest, canonical_json
+from lenspool_cache.layers import save_lower
 from lenspool_cache.policy import Policy
 from lenspool_cache.segment import Segment
 from lenspool_cache.store import Store
@@ -25,5 +26,6 @@ __all__ = [
     "canonical_json",
     "collect",
     "evict",
+    "save_lower",
     "verify",
 ]

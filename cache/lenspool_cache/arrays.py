@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import re
 import uuid
 from pathlib import Path
@@ -19,23 +20,42 @@ from lenspool_cache.segment import SUFFIX, sync
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
-class ArrayFolder:
-    """The arrays of one store."""
+def object_name(digest: str) -> str:
+    """Name of an array's object in a bucket, and of its file in a store.
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    Raises
+    ------
+    KeyError
+        It is not a SHA-256 in hex: it may come from a stranger, and nothing but a digest becomes a path.
+    """
+    if not _DIGEST.fullmatch(digest):
+        raise KeyError(digest)
+    return f"arrays/{digest}{SUFFIX}"
+
+
+def from_bytes(data: bytes) -> np.ndarray:
+    """The array in the bytes of its file.
+
+    Raises
+    ------
+    CacheCorrupt
+        They are no such file.
+    """
+    try:
+        return _read(io.BytesIO(data))
+    except (OSError, RuntimeError, ValueError, KeyError, TypeError) as error:
+        raise CacheCorrupt("array", f"not a readable array file: {error}") from error
+
+
+class ArrayFolder:
+    """The arrays of the store in a folder."""
+
+    def __init__(self, store: Path) -> None:
+        self.folder = store / "arrays"
 
     def path(self, digest: str) -> Path:
-        """File of an array. The digest may come from a stranger, so nothing but a digest becomes a path.
-
-        Raises
-        ------
-        KeyError
-            It is not a SHA-256 in hex.
-        """
-        if not _DIGEST.fullmatch(digest):
-            raise KeyError(digest)
-        return self.folder / f"{digest}{SUFFIX}"
+        """File of an array; as `object_name`."""
+        return self.folder.parent / object_name(digest)
 
     def has(self, digest: str) -> bool:
         """Whether there is a file for this digest."""
@@ -112,8 +132,8 @@ def _write(path: Path, array: np.ndarray) -> None:
         file.close()
 
 
-def _read(path: Path) -> np.ndarray:
-    with h5py.File(path, "r", locking=False) as file:
+def _read(source: Path | io.BytesIO) -> np.ndarray:
+    with h5py.File(source, "r", locking=False) as file:
         dataset = file["array"]
         name = str(dataset.attrs["dtype"])
         array = np.empty(dataset.shape, dtype_of(name))

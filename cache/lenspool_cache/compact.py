@@ -42,7 +42,7 @@ def copy_items(store: Store, pack: str, items: Sequence[Item], writers: Writers)
             for slot, record in chunk:
                 place = Place(record.key, record.start, record.rows, pack, slot)
                 try:
-                    pieces.append(_piece(reader, record))
+                    pieces.append(piece_of(reader, record))
                     old.append(place)
                 except CacheCorrupt:
                     store._own.drop([place])
@@ -56,7 +56,14 @@ def copy_items(store: Store, pack: str, items: Sequence[Item], writers: Writers)
     return moved
 
 
-def _piece(reader: PackReader, record: Record) -> Piece:
+def piece_of(reader: PackReader, record: Record) -> Piece:
+    """Name and rows of a record, which are checked.
+
+    Raises
+    ------
+    CacheCorrupt
+        They do not match their checksum or key.
+    """
     document, name = reader.document(record), reader.name(record)
     if document is None or name is None or entry_key(document, name) != record.key:
         raise CacheCorrupt(record.key.hex(), "the key is not that of the document and name beside it")

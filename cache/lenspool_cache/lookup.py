@@ -64,26 +64,11 @@ class Lookup:
         except OSError as error:
             if error.errno not in _GONE:
                 raise CacheError(f"pack {segment.pack} cannot be read: {error}") from error
-            self._lost(segment, f"pack {segment.pack}: {error}", error)
+            self.lost(segment, f"pack {segment.pack}: {error}", error)
         except CacheCorrupt as error:
-            self._lost(segment, str(error), error)
+            self.lost(segment, str(error), error)
         if found != segment.checksum:
-            self._lost(segment, "the rows do not match their checksum", None)
-
-    def name_of(self, segment: Segment) -> str:
-        """Name of the entry that a segment belongs to.
-
-        Raises
-        ------
-        CacheCorrupt
-            It is damaged.
-        """
-        reader = self._packs.get(segment.pack, deleted=True)
-        record = reader.records([segment.slot])[0]
-        name = None if record is None else reader.name(record)
-        if name is None:
-            raise CacheCorrupt(segment.key.hex(), "the name cannot be read")
-        return name
+            self.lost(segment, "the rows do not match their checksum", None)
 
     def _find(self, run: Run, keys: Sequence[bytes], within: Range | None) -> tuple[list[Segment], list[Place]]:
         """Segments of entries of a run, and places that the index gave but whose record is evicted."""
@@ -161,7 +146,8 @@ class Lookup:
         """Make the lock usable in a forked child."""
         self._lock = Lock()
 
-    def _lost(self, segment: Segment, detail: str, cause: Exception | None) -> NoReturn:
+    def lost(self, segment: Segment, detail: str, cause: Exception | None) -> NoReturn:
+        """Drop a segment whose rows are damaged, or gone (then the cause says so), and raise `CacheCorrupt`."""
         evicted = isinstance(cause, OSError) and cause.errno in _EVICTED
         place = Place(segment.key, segment.start, segment.rows, segment.pack, segment.slot)
         self.drop([place], damaged=not evicted)

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from threading import RLock
 
@@ -41,7 +42,7 @@ from lenspool_cache.reader import PackPool
 from lenspool_cache.scan import finished, scan_all
 from lenspool_cache.segment import Segment, is_full
 from lenspool_cache.usage import Usage
-from lenspool_cache.writing import Writers, cut
+from lenspool_cache.writing import Piece, Writers, cut
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +95,7 @@ class Store:
             if not read_only:
                 packs.mkdir(exist_ok=True)
         self._packs = PackPool(packs)
-        self._arrays = ArrayFolder(self.path / "arrays")
+        self._arrays = ArrayFolder(self.path)
         self._index = Index(self.path, self.id, self._truth, read_only=read_only)
         self.pins = Pins(self.path)
         self._own = Lookup(self._packs, self._index)
@@ -196,23 +197,39 @@ class Store:
         if len({(s.dtype, s.width) for s in segments}) > 1:
             raise CacheError(f"entry {name} of {run} has rows of several dtypes or widths")
         out = _empty(segments[0], rg.count(wanted)) if out is None else _checked(out, segments[0], rg.count(wanted))
-        for segment, group in groupby(parts(segments, wanted), key=lambda part: part.segment):
-            todo = list(group)
-            if todo[0].whole:
+        plan = [
+            (segment, list(group)) for segment, group in groupby(parts(segments, wanted), key=attrgetter("segment"))
+        ]
+        there = self._brought(run, name, [segment for segment, _ in plan])
+        for segment, todo in plan:
+            if todo[0].whole and segment not in there:
                 self._read_into(segment, out[todo[0].at : todo[0].at + segment.rows])
                 continue
-            rows = _empty(segment, segment.rows)  # all of it: the checksum covers the whole segment
-            self._read_into(segment, rows)
+            rows = there.get(segment)
+            if rows is None:
+                rows = _empty(segment, segment.rows)  # all of it: the checksum covers the whole segment
+                self._read_into(segment, rows)
             for _, first, n, at in todo:
                 out[at : at + n] = rows[first : first + n]
         return out
 
     def _read_into(self, segment: Segment, out: np.ndarray) -> None:
-        if not segment.layer:
-            self._own.read_into(segment, out)
-            return
-        layer = self._layers[segment.layer - 1]
+        layer = self._own if not segment.layer else self._layers[segment.layer - 1]
         layer.read_into(segment, out)
+
+    def _brought(self, run: Run, name: str, segments: list[Segment]) -> dict[Segment, np.ndarray]:
+        """Rows of the segments of far layers, which are kept here from now on."""
+        out: dict[Segment, np.ndarray] = {}
+        for number, layer in enumerate(self._layers, 1):
+            far = [segment for segment in segments if segment.layer == number] if layer.far else []
+            if far:
+                out |= zip(far, layer.read(far), strict=True)
+        if out and not (self.read_only or self._closed):
+            try:
+                self._put_own(run, {name: [(segment.start, rows) for segment, rows in out.items()]})
+            except CacheError as error:
+                log.warning("rows from a lower layer are not kept: %s", error)
+        return out
 
     # -- writing
 
@@ -242,14 +259,22 @@ class Store:
         self.require_writable()
         checked = {name: [_rows(name, start, array) for start, array in parts] for name, parts in entries.items()}
         with self._write_lock:
-            pieces = cut(checked, self.covered(run, checked))
-            needed = sum(piece.array.nbytes for piece in pieces)
-            if not pieces:
-                return 0
+            return self._write(run, cut(checked, self.covered(run, checked)))
+
+    def _put_own(self, run: Run, entries: Mapping[str, Sequence[tuple[int, np.ndarray]]]) -> None:
+        with self._write_lock:
+            have: dict[str, list[Range]] = {}
+            for name in entries:
+                have[name] = [segment.range for segment in self._own.find(run, [run.entry(name)])]
+            self._write(run, cut(entries, have))
+
+    def _write(self, run: Run, pieces: Sequence[Piece]) -> int:
+        needed = sum(piece.array.nbytes for piece in pieces)
+        if pieces:
             with self.errors(needed):
                 self._index.insert(self._writers.write(run, pieces))
                 self._keeper.note(needed)
-            return needed
+        return needed
 
     def put_array(self, array: np.ndarray) -> str:
         """Store an array of any shape under its content; returns its digest, see `array_digest`.
@@ -394,6 +419,8 @@ class Store:
         self._packs.after_fork()
         self._usage.after_fork()
         self._index.after_fork()
+        for layer in self._layers:
+            layer.after_fork()
 
 
 _stores: weakref.WeakSet[Store] = weakref.WeakSet()

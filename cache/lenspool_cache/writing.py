@@ -47,6 +47,46 @@ def cut(entries: Mapping[str, Sequence[tuple[int, np.ndarray]]], covered: Mappin
     return pieces
 
 
+def need_of(run: Run, group: Sequence[Piece]) -> Need:
+    """Space that pieces of a run take in a pack."""
+    names = {piece.name.encode() for piece in group}
+    return Need(sum(len(p.array) for p in group), len(group), len(run.data) + sum(map(len, names)))
+
+
+def stage(
+    writer: PackWriter, run: Run, group: Sequence[Piece], batch: int, batch_size: int, written: int
+) -> list[Record]:
+    """Write rows, names and key document of pieces of a run to a pack; returns the records that are to follow."""
+    names = {name: name.encode() for name in dict.fromkeys(piece.name for piece in group)}
+    row, base = writer.stage([piece.array for piece in group], [run.data, *names.values()])
+    name_at, at = {}, base + len(run.data)
+    for name, encoded in names.items():
+        name_at[name] = at
+        at += len(encoded)
+    document_checksum = checksum(run.data)
+    records = []
+    for piece in group:
+        records.append(
+            Record(
+                key=run.entry(piece.name),
+                batch=batch,
+                batch_size=batch_size,
+                document_length=len(run.data),
+                start=piece.start,
+                row=row,
+                rows=len(piece.array),
+                checksum=checksum(raw(piece.array)),
+                document_offset=base,
+                document_checksum=document_checksum,
+                name_offset=name_at[piece.name],
+                time=written,
+                name_length=len(names[piece.name]),
+            )
+        )
+        row += len(piece.array)
+    return records
+
+
 class Writers:
     """Not thread-safe: the store holds a lock around a put."""
 
@@ -73,47 +113,15 @@ class Writers:
         for piece in pieces:
             groups.setdefault((piece.array.dtype.name, piece.array.shape[1]), []).append(piece)
         batch, now = secrets.randbits(64), written or time.time_ns()
-        staged = [self._stage(run, kind, group, batch, len(pieces), now) for kind, group in groups.items()]
+        staged = []
+        for kind, group in groups.items():
+            writer = self._writer(kind, need_of(run, group))
+            staged.append((writer, stage(writer, run, group, batch, len(pieces), now)))
         places = []
         for writer, records in staged:
             slot = writer.commit([pack_record(record) for record in records])
             places += [Place(r.key, r.start, r.rows, writer.path.name, slot + i) for i, r in enumerate(records)]
         return places
-
-    def _stage(
-        self, run: Run, kind: tuple[str, int], group: list[Piece], batch: int, batch_size: int, now: int
-    ) -> tuple[PackWriter, list[Record]]:
-        names = {name: name.encode() for name in dict.fromkeys(piece.name for piece in group)}
-        documents = [run.data, *names.values()]
-        need = Need(sum(len(p.array) for p in group), len(group), sum(map(len, documents)))
-        writer = self._writer(kind, need)
-        row, base = writer.stage([piece.array for piece in group], documents)
-        name_at, at = {}, base + len(run.data)
-        for name, encoded in names.items():
-            name_at[name] = at
-            at += len(encoded)
-        document_checksum = checksum(run.data)
-        records = []
-        for piece in group:
-            records.append(
-                Record(
-                    key=run.entry(piece.name),
-                    batch=batch,
-                    batch_size=batch_size,
-                    document_length=len(run.data),
-                    start=piece.start,
-                    row=row,
-                    rows=len(piece.array),
-                    checksum=checksum(raw(piece.array)),
-                    document_offset=base,
-                    document_checksum=document_checksum,
-                    name_offset=name_at[piece.name],
-                    time=now,
-                    name_length=len(names[piece.name]),
-                )
-            )
-            row += len(piece.array)
-        return writer, records
 
     def _writer(self, kind: tuple[str, int], need: Need) -> PackWriter:
         old, size = self._open.get(kind, (None, FIRST_PACK // 2))
