@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import re
+import time
 import uuid
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from lenspool_cache.errors import CacheCorrupt, CacheError
 from lenspool_cache.keys import array_digest
 from lenspool_cache.segment import SUFFIX, sync
 
+_TOUCH_S = 3600.0
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
@@ -70,6 +73,7 @@ class ArrayFolder:
         digest = array_digest(array)
         path = self.path(digest)
         if path.exists():
+            self._touch(path)
             return digest
         self.folder.mkdir(exist_ok=True)
         temporary = self.folder / f".{digest}.{uuid.uuid4().hex}.tmp"
@@ -104,7 +108,24 @@ class ArrayFolder:
             raise CacheCorrupt(digest, f"not a readable array file: {error}") from error
         if array_digest(array) != digest:
             raise CacheCorrupt(digest, "content does not match the digest")
+        self._touch(path)
         return array
+
+    def used(self) -> dict[str, tuple[int, int]]:
+        """Digest to when an array was last used (nanoseconds since the epoch), and to the bytes that it takes."""
+        out = {}
+        for digest in self.digests():
+            with contextlib.suppress(FileNotFoundError):
+                stat = self.path(digest).stat()
+                out[digest] = stat.st_mtime_ns, stat.st_blocks * 512
+        return out
+
+    @staticmethod
+    def _touch(path: Path) -> None:
+        """The time of a file is that of its last use; one write in an hour will do."""
+        with contextlib.suppress(OSError):  # another user's, or on a read-only disk
+            if time.time() - path.stat().st_mtime > _TOUCH_S:
+                os.utime(path)
 
     def remove(self, digest: str) -> None:
         """Delete the file of an array."""

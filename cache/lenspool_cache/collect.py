@@ -30,6 +30,7 @@ from lenspool_cache.writing import Writers
 log = logging.getLogger(__name__)
 
 _ROUNDS = 3
+_ARRAY_GRACE_NS = int(7200e9)  # an array used since then may be asked for by a job on its way; twice `arrays._TOUCH_S`
 _LOW_WATER = 0.9  # of the size limit: down to here, so that not each put evicts again
 _SKELETON = 96 << 10  # what an empty pack may take on the disk
 _DEAD_SHARE = 0.25  # of a pack, from which it is worth a copy of the rest
@@ -46,6 +47,8 @@ class Collected:
         Another process collects at the moment; nothing was done.
     evicted, evicted_bytes
         Segments that were evicted, and their rows' bytes.
+    arrays
+        Arrays that were evicted.
     packs_removed, moved_bytes
         Packs that were removed, and bytes of rows that were copied out of them before.
     before_bytes, after_bytes
@@ -55,6 +58,7 @@ class Collected:
     busy: bool = False
     evicted: int = 0
     evicted_bytes: int = 0
+    arrays: int = 0
     packs_removed: int = 0
     moved_bytes: int = 0
     before_bytes: int = 0
@@ -192,6 +196,11 @@ class _Round:
                 time_of = max(record.time, used.get(record.key, 0))
                 last[record.key] = max(time_of, last.get(record.key, 0))
                 holders[record.key].append((pack, (slot, record)))
+        arrays: dict[bytes, tuple[str, int]] = {}
+        for digest, (time_of, nbytes) in self.store._arrays.used().items():
+            key = bytes.fromhex(digest)
+            if key not in pinned and now - time_of > _ARRAY_GRACE_NS:
+                last[key], arrays[key] = time_of, (digest, nbytes)
         excess = self._excess()
         oldest = now - int((self.policy.max_age_s or 0) * 1e9)
         victims: dict[str, list[Item]] = defaultdict(list)
@@ -199,6 +208,11 @@ class _Round:
         for key in sorted(last, key=last.__getitem__):
             if freed >= excess and (self.policy.max_age_s is None or last[key] >= oldest):
                 break
+            if key in arrays:
+                digest, nbytes = arrays[key]
+                self.store._arrays.remove(digest)
+                self.report.arrays += 1
+                freed += nbytes
             for pack, item in holders[key]:
                 victims[pack].append(item)
                 freed += self._bytes(pack, [item])

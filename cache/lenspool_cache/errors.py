@@ -46,6 +46,7 @@ class CacheMiss(CacheError, KeyError):
     def __init__(self, name: str, detail: str, *, job_id: str | None = None) -> None:
         super().__init__(f"{name}: {detail}", job_id=job_id)
         self.name = name
+        self.detail = detail
 
     __str__ = CacheError.__str__  # KeyError's would quote it
 

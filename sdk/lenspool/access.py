@@ -18,7 +18,7 @@ from lenspool.card import ModelCard
 from lenspool.job import GENERATION, Request, closed
 from lenspool.queue import JobQueue
 from lenspool.result import Reader
-from lenspool_cache import CacheError, Store, inline
+from lenspool_cache import CacheError, CacheMiss, Run, Store, inline
 from lenspool_cache import ranges as rg
 from lenspool_cache.ranges import OpenRange, Range
 
@@ -97,7 +97,16 @@ class StoreAccess:
                 missing[name] = list(gap)
         if missing:
             return Found(False, missing, length, generation)
-        return Found(True, {}, length, generation, lambda name: self.store.rows(run, name, wanted[name]))
+        return Found(True, {}, length, generation, lambda name: self._rows(run, name, wanted[name]))
+
+    def _rows(self, run: Run, name: str, wanted: list[Range]) -> np.ndarray:
+        try:
+            return self.store.rows(run, name, wanted)
+        except CacheMiss as error:
+            advice = (
+                "evicted since; the same call again computes it anew, and what is pinned stays (lenspool cache pin)"
+            )
+            raise CacheMiss(name, advice) from error
 
     async def put_array(self, digest: str, array: np.ndarray) -> None:
         if self.store.read_only:
