@@ -46,7 +46,7 @@ class Database:
     Parameters
     ----------
     path
-        The file.
+        The file; None for a database of this process alone, in memory, which stays.
     version, owner
         A file of another version or owner is not believed.
     fill
@@ -57,14 +57,15 @@ class Database:
 
     def __init__(
         self,
-        path: Path,
+        path: Path | None,
         version: int,
         owner: str,
         fill: Callable[[sqlite3.Connection], None],
         *,
         read_only: bool = False,
     ) -> None:
-        self.path = path
+        self._private = path is None
+        self.path = path or Path("memory")
         self.read_only = read_only
         self._version = version
         self._owner = owner
@@ -94,7 +95,7 @@ class Database:
         """Throw the file away and fill it anew."""
         with self._lock:
             self._forget()
-            if not self.read_only:
+            if not (self.read_only or self._private):
                 with locked(self.path.with_name("index.lock")):
                     self._remove()
                     self._build()
@@ -139,6 +140,8 @@ class Database:
         self._forget()
         if not damaged:
             return
+        if self._private:
+            return
         if self.read_only:
             self._open_in_memory()
             return
@@ -150,7 +153,10 @@ class Database:
         if self._connection is not None and self._moved():
             self._forget()
         if self._connection is None:
-            if self.read_only:
+            if self._private:
+                self._open_in_memory()
+                self._memory_until = None
+            elif self.read_only:
                 self._open_read_only()
             else:
                 self._open_shared()
@@ -215,6 +221,8 @@ class Database:
         return stat.st_dev, stat.st_ino
 
     def _moved(self) -> bool:
+        if self._private:
+            return False
         if self._memory_until is not None:
             return time.monotonic() > self._memory_until
         now = self._stat()

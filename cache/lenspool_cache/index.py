@@ -9,10 +9,14 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from threading import Lock
+from typing import TYPE_CHECKING, NamedTuple
 
 from lenspool_cache.database import Database, transaction
 from lenspool_cache.ranges import Range
+
+if TYPE_CHECKING:
+    from lenspool_cache.follow import Follower
 
 INDEX_VERSION = 2
 _SCHEMA = (
@@ -52,18 +56,31 @@ class Index:
         Gives all places that the packs hold, oldest first.
     read_only
         Never create or change a file. Where SQLite cannot read the index that way, it is built in memory.
+    follower
+        The folder is shared by several machines: the index is this process's own, in memory, and reads on in what
+        others write.
     """
 
     def __init__(
-        self, folder: Path, store_id: str, truth: Callable[[], Iterable[Place]], *, read_only: bool = False
+        self,
+        folder: Path,
+        store_id: str,
+        truth: Callable[[], Iterable[Place]],
+        *,
+        read_only: bool = False,
+        follower: Follower | None = None,
     ) -> None:
         self.read_only = read_only
         self._truth = truth
-        self._database = Database(folder / "index.sqlite", INDEX_VERSION, store_id, self._fill, read_only=read_only)
+        self._follower = follower
+        self._following = Lock()
+        path = None if follower else folder / "index.sqlite"
+        self._database = Database(path, INDEX_VERSION, store_id, self._fill, read_only=read_only)
 
     def find(self, keys: Sequence[bytes], within: Range | None = None) -> list[Place]:
         """Places of all segments of these entries; only of those that have rows `within` some positions."""
         first, stop = within or (0, _ENDLESS)
+        self.follow()
 
         def work(db: sqlite3.Connection) -> list[Place]:
             out: list[Place] = []
@@ -118,8 +135,15 @@ class Index:
 
     def all(self) -> list[Place]:
         """Every place."""
+        self.follow(now=True)
         query = "SELECT entry.key, start, rows, pack.name, slot FROM entry JOIN pack ON pack.id = entry.pack"
         return self._database.run(lambda db: [Place._make(row) for row in db.execute(query)])
+
+    def follow(self, *, now: bool = False) -> None:
+        """Add what other machines wrote, when it is time for a look, or now."""
+        if self._follower is not None and (now or self._follower.due):
+            with self._following:
+                self.insert(list(self._follower.new()))
 
     def rebuild(self) -> None:
         """Throw the index away and read it anew from the packs."""
@@ -131,6 +155,7 @@ class Index:
 
     def after_fork(self) -> None:
         """In a forked child: leave the parent's connection alone."""
+        self._following = Lock()
         self._database.after_fork()
 
     def _transaction(self, work: Callable[[sqlite3.Connection], object]) -> None:
@@ -139,6 +164,10 @@ class Index:
     def _fill(self, db: sqlite3.Connection) -> None:
         for statement in _SCHEMA:
             db.execute(statement)
+        if self._follower is not None:
+            self._follower.forget()
+            _insert(db, self._follower.new())
+            return
         # Scanned only now that writers find the new file: whoever committed to the old one before has its records in
         # the packs, and whoever commits later will notice the new file.
         _insert(db, self._truth())

@@ -276,11 +276,17 @@ class PackWriter:
 
     def fits(self, need: Need) -> bool:
         """Whether there is space for a put, in a file that still has its name."""
+        try:
+            named = os.fstat(self.fd).st_nlink > 0
+        except OSError as error:
+            if error.errno != errno.ESTALE:  # deleted by another machine
+                raise
+            named = False
         return (
-            self._row + need.rows <= self.layout.rows
+            named
+            and self._row + need.rows <= self.layout.rows
             and self._slot + need.records <= self.layout.records
             and self._document + need.documents <= self.layout.documents
-            and os.fstat(self.fd).st_nlink > 0
         )
 
     def stage(self, arrays: Sequence[np.ndarray], documents: Sequence[bytes]) -> tuple[int, int]:

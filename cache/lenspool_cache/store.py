@@ -29,12 +29,14 @@ from lenspool_cache.arrays import ArrayFolder
 from lenspool_cache.assembly import minimal, parts
 from lenspool_cache.codec import canonical_array, dtype_of
 from lenspool_cache.errors import CacheCorrupt, CacheError, CacheFull, CacheMiss
+from lenspool_cache.follow import Follower
 from lenspool_cache.identity import store_id
 from lenspool_cache.index import Index, Place
 from lenspool_cache.keeping import Keeper
 from lenspool_cache.keys import Run
 from lenspool_cache.layers import below, from_below, open_layers
 from lenspool_cache.lookup import Lookup
+from lenspool_cache.mounts import is_network
 from lenspool_cache.pins import Pins
 from lenspool_cache.policy import Policy
 from lenspool_cache.ranges import Range
@@ -64,6 +66,9 @@ class Store:
         Folders or URLs (`s3://bucket/path`, extra `s3`) of stores that are only read: what one of them has is not
         stored again here. By default those that the store itself names (`save_lower`); of these, one that cannot be
         opened is left out, with a warning.
+    network
+        Several machines write to the folder, so each process has an index of its own; default: whether it is on a
+        network file system.
 
     Raises
     ------
@@ -78,6 +83,8 @@ class Store:
         Identity of the store, given when it was made.
     pins
         Names under which runs and entries are kept whatever the policy says.
+    network
+        Whether several machines may write to the folder.
     """
 
     def __init__(
@@ -86,6 +93,7 @@ class Store:
         *,
         read_only: bool = False,
         lower: Sequence[str | os.PathLike[str]] | None = None,
+        network: bool | None = None,
     ) -> None:
         self.path = Path(path).absolute()
         self.read_only = read_only
@@ -96,7 +104,9 @@ class Store:
                 packs.mkdir(exist_ok=True)
         self._packs = PackPool(packs)
         self._arrays = ArrayFolder(self.path)
-        self._index = Index(self.path, self.id, self._truth, read_only=read_only)
+        self.network = is_network(self.path) if network is None else network
+        follower = Follower(self._packs) if self.network else None
+        self._index = Index(self.path, self.id, self._truth, read_only=read_only, follower=follower)
         self.pins = Pins(self.path)
         self._own = Lookup(self._packs, self._index)
         self._usage = Usage(self._index)
