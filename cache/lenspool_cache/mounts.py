@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 _MOUNTS = Path("/proc/self/mountinfo")
@@ -18,10 +19,11 @@ def is_network(folder: Path, mounts: Path = _MOUNTS) -> bool:
         lines = mounts.read_text().splitlines()
     except OSError:
         return False
-    best, kind = -1, ""
+    best, kind, whole = -1, "", folder.resolve()
     for line in lines:
         head, _, tail = line.partition(" - ")
-        point = head.split()[4].encode().decode("unicode_escape")  # blanks in it are written \040
-        if folder.resolve().is_relative_to(point) and len(point) >= best:  # of several at one place the last counts
+        # Blanks and the like in it are written as \040.
+        point = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), head.split()[4])
+        if whole.is_relative_to(point) and len(point) >= best:  # of several at one place the last counts
             best, kind = len(point), tail.split()[0]
     return kind in _NETWORK or kind.startswith("fuse.")

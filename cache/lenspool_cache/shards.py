@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
@@ -61,5 +62,5 @@ def read_shard(path: Path) -> Iterator[tuple[str, Layout]]:
         raise CacheCorrupt(path.name, f"not a readable shard: {error}") from error
 
 
-def _plain(value: object) -> object:
+def _plain(value: Any) -> Any:
     return int(value) if isinstance(value, np.integer) else value

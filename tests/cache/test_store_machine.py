@@ -133,4 +133,4 @@ class NetworkMachine(Machine):
 TestMachine = Machine.TestCase
 TestNetworkMachine = NetworkMachine.TestCase
 TestMachine.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
-TestNetworkMachine.settings = settings(max_examples=12, stateful_step_count=25, deadline=None)
+TestNetworkMachine.settings = settings(max_examples=8, stateful_step_count=25, deadline=None)
