@@ -15,6 +15,7 @@ T = TypeVar("T")
 
 # A bucket that does not answer must not hold a job up for minutes.
 _S3 = {"config_kwargs": {"connect_timeout": 5, "read_timeout": 60, "retries": {"max_attempts": 3}}}
+_FILE = {"auto_mkdir": True}
 
 
 class Bucket:
@@ -39,7 +40,7 @@ class Bucket:
                 try:
                     import fsspec
 
-                    options = _S3 if self.url.startswith("s3://") else {}
+                    options = {"s3": _S3, "file": _FILE}.get(self.url.partition("://")[0], {})
                     self._open = fsspec.core.url_to_fs(
                         self.url, use_listings_cache=False, skip_instance_cache=True, **options
                     )
@@ -72,11 +73,17 @@ class Bucket:
 
     def write(self, name: str, data: bytes) -> None:
         """Make an object of bytes; it appears whole or not at all."""
-        self._call(name, lambda system, path: system.pipe_file(path, data))
+        self._make(name, lambda system, path: system.pipe_file(path, data))
 
     def upload(self, file: Path, name: str) -> None:
         """Make an object of a file; it appears whole or not at all."""
-        self._call(name, lambda system, path: system.put_file(str(file), path))
+        self._make(name, lambda system, path: system.put_file(str(file), path))
+
+    def _make(self, name: str, work: Callable[[Any, str], object]) -> None:
+        try:
+            self._call(name, work)
+        except FileNotFoundError as error:
+            raise CacheError(f"{self.url} cannot be written to: is there such a bucket?") from error
 
     def delete(self, name: str) -> None:
         """Remove an object."""

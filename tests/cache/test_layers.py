@@ -283,6 +283,12 @@ def test_a_bucket_that_cannot_be_reached(
             upload(store, Remote(bucket))
 
 
+def test_no_such_bucket(bucket: str, tmp_path: Path) -> None:
+    filled(tmp_path / "source", range(1))
+    with Store(tmp_path / "source") as store, pytest.raises(CacheError, match="is there such a bucket"):
+        upload(store, Remote("s3://no-such-bucket/x"))
+
+
 def test_without_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.raises(CacheError, match=r"lenspool\[s3\]"):
