@@ -14,8 +14,8 @@ from lenspool_cache.errors import CacheError
 T = TypeVar("T")
 
 # A bucket that does not answer must not hold a job up for minutes.
-_S3 = {"config_kwargs": {"connect_timeout": 5, "read_timeout": 60, "retries": {"max_attempts": 3}}}
-_FILE = {"auto_mkdir": True}
+_S3: dict[str, Any] = {"config_kwargs": {"connect_timeout": 5, "read_timeout": 60, "retries": {"max_attempts": 3}}}
+_FILE: dict[str, Any] = {"auto_mkdir": True}
 
 
 class Bucket:
