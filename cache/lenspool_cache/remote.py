@@ -125,6 +125,17 @@ class Remote:
             finally:
                 self._refreshed = time.monotonic()
 
+    def shards(self) -> dict[str, int]:
+        """Names and bytes of the shards that the bucket has and that are copied here."""
+        there = self.bucket.ages("index")
+        return {path.name: path.stat().st_size for path in self._packs.folder.glob("[!.]*.h5") if path.name in there}
+
+    def packs_of(self, shard: str) -> Iterator[tuple[str, PackReader]]:
+        """The packs that a shard names, as far as it has them."""
+        path = self._packs.folder / shard
+        for name, layout in read_shard(path):
+            yield name, _ShardReader(path, layout)
+
     def _copy_shards(self) -> None:
         folder = self._packs.folder
         new = [name for name in self.bucket.ages("index") if not (folder / f"{name}.indexed").exists()]
@@ -148,8 +159,8 @@ class Remote:
             (folder / f"{name}.indexed").touch()
 
     def _places(self, shard: Path) -> Iterator[Place]:
-        for name, layout in read_shard(shard):
-            for slot, record in scan_pack(name, _ShardReader(shard, layout)).records:
+        for name, reader in self.packs_of(shard.name):
+            for slot, record in scan_pack(name, reader).records:
                 if record.live:
                     yield Place(record.key, record.start, record.rows, name, slot)
 

@@ -12,7 +12,7 @@ import secrets
 import tempfile
 import uuid
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 
 PACK_BYTES = 256 << 20
 _SHARD_PACKS = 8  # a shard follows after so many packs, so that a crash costs no more than those
+_SMALL_SHARD, _SMALL_SHARDS = 4 << 20, 64  # so many that are so small are made one
 _ORPHAN_S = 86_400.0
 
 Item = tuple[str, int, Record]
@@ -51,8 +52,14 @@ class Uploaded:
     busy: bool = False
 
 
-def upload(store: Store, remote: Remote) -> Uploaded:
+def upload(store: Store, remote: Remote, done: set[str] | None = None) -> Uploaded:
     """Upload the entries and arrays of a store that a bucket does not have. Packs that are being written wait.
+
+    Parameters
+    ----------
+    done
+        Packs that earlier calls have uploaded; those of this one are added. Without new ones their records are not
+        read again.
 
     Raises
     ------
@@ -70,7 +77,7 @@ def upload(store: Store, remote: Remote) -> Uploaded:
             sealed = {name for name in store._packs.names() if is_sealed(store._packs.folder / name)}
             items = [
                 (pack, slot, record)
-                for pack, slot, record in finished(list(scan_all(store._packs)))
+                for pack, slot, record in (finished(list(scan_all(store._packs))) if sealed - (done or set()) else ())
                 if pack in sealed and (record.key, record.start, record.rows) not in there
             ]
             with tempfile.TemporaryDirectory(prefix="lenspool-upload-") as folder:
@@ -84,8 +91,12 @@ def upload(store: Store, remote: Remote) -> Uploaded:
                     if len(readers) == _SHARD_PACKS:
                         _finish(remote, readers, Path(folder))
                 _finish(remote, readers, Path(folder))
+                remote.refresh()
+                _merge(remote, Path(folder))
             _arrays(store, remote, report)
             remote.refresh()
+            if done is not None:
+                done |= sealed
     except BlockingIOError:
         report.busy = True
     return report
@@ -158,12 +169,25 @@ def _pack(store: Store, chunk: Sequence[Item], folder: Path, report: Uploaded) -
 def _finish(remote: Remote, readers: list[PackReader], folder: Path) -> None:
     if not readers:
         return
-    name = f"{uuid.uuid4().hex}.h5"
-    write_shard(folder / name, readers)
-    remote.bucket.upload(folder / name, f"index/{name}")
+    _add_shard(remote, {reader.path.name: reader for reader in readers}, folder)
     for reader in readers:
         reader.path.unlink()
     readers.clear()
+
+
+def _add_shard(remote: Remote, packs: Mapping[str, PackReader], folder: Path) -> None:
+    name = f"{uuid.uuid4().hex}.h5"
+    write_shard(folder / name, packs)
+    remote.bucket.upload(folder / name, f"index/{name}")
+
+
+def _merge(remote: Remote, folder: Path) -> None:
+    """Make one shard of many small ones, which a machine that comes new would have to ask for one by one."""
+    names = [name for name, size in remote.shards().items() if size < _SMALL_SHARD]
+    if len(names) >= _SMALL_SHARDS:
+        _add_shard(remote, {pack: reader for name in names for pack, reader in remote.packs_of(name)}, folder)
+        for name in names:
+            remote.bucket.delete(f"index/{name}")
 
 
 def _arrays(store: Store, remote: Remote, report: Uploaded) -> None:

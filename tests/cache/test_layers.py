@@ -169,7 +169,8 @@ def uploaded(folder: Path, url: str) -> None:
     with Store(folder) as store:
         done = upload(store, Remote(url))
         assert (done.segments, done.packs, done.arrays, done.busy) == (3 + 3 + SEGMENTS, 2, 1, False)
-        again = upload(store, Remote(url))
+        again = upload(store, Remote(url), done := set[str]())
+        assert len(done) == 2
         assert (again.segments, again.packs, again.arrays) == (0, 0, 0), "what is there is not uploaded again"
 
 
@@ -206,6 +207,20 @@ class TestBucket(Under):
                 assert upload(third, Remote(place)).segments == 2
             store._layers[0].refresh()  # type: ignore[attr-defined]
             assert same_bits(store.rows(a_run(50), "h", [(2, 18)]), rows_of(50))
+
+    def test_small_shards_are_joined(
+        self, place: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("lenspool_cache.upload._SMALL_SHARDS", 2)
+        filled(tmp_path / "third", range(50, 51))
+        with Store(tmp_path / "third") as third:
+            assert upload(third, Remote(place)).packs == 2
+        assert len(Remote(place).bucket.ages("index")) == 1
+        for machine in ("the same", "another"):
+            monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / ("machine" if machine == "the same" else machine)))
+            with Store(folder / machine, lower=[place]) as store:
+                for number in (0, 2, 50):
+                    assert same_bits(store.rows(a_run(number), "h", [(2, 18)]), rows_of(number))
 
     @pytest.mark.parametrize("hurt", ["gone", "cut", "flipped"])
     def test_lost_and_damaged_objects_are_misses(self, place: str, folder: Path, hurt: str) -> None:

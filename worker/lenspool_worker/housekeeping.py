@@ -43,11 +43,11 @@ def set_lower(folder: Path, lower: str) -> None:
 
 async def keep_uploaded(store: Store, url: str, every_s: float = _EVERY_S) -> None:
     """Upload what is new now and then, until cancelled. A bucket that does not answer stops nothing else."""
-    remote = Remote(url)
+    remote, uploaded = Remote(url), set[str]()
     try:
         while True:
             try:
-                done = await asyncio.to_thread(upload, store, remote)
+                done = await asyncio.to_thread(upload, store, remote, uploaded)
             except CacheError as error:
                 log.warning("nothing is uploaded: %s", error)
             else:
