@@ -19,20 +19,21 @@ _FILE: dict[str, Any] = {"auto_mkdir": True}
 
 
 class Bucket:
-    """Objects under a URL. It connects when it is first used; any number of threads may use it.
+    """Objects under a URL. It connects when it is first asked for one; any number of threads may use it.
 
     Raises
     ------
     FileNotFoundError
         There is no such object.
     CacheError
-        The object store cannot be reached, or refuses.
+        The object store cannot be reached, or refuses; when it is made: what speaks to it is not installed.
     """
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
         self._lock = Lock()
         self._open: tuple[Any, str] | None = None
+        self._at("")
 
     def _at(self, name: str) -> tuple[Any, str]:
         with self._lock:

@@ -307,4 +307,4 @@ def test_no_such_bucket(bucket: str, tmp_path: Path) -> None:
 def test_without_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.raises(CacheError, match=r"lenspool\[s3\]"):
-        Remote("nosuchprotocol://x/y").refresh()
+        Remote("nosuchprotocol://x/y")
