@@ -38,8 +38,9 @@ lint: install
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 
+# Two processes, a core each; tests of one engine stay together.
 test: lint
-	$(PY) -m pytest
+	OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(PY) -m pytest -n 2 --dist loadgroup
 
 bench: install
 	$(PY) benchmarks/capture.py
