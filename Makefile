@@ -12,7 +12,7 @@ DEVICE ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
 export HF_HUB_OFFLINE ?= 1
 export VLLM_NO_USAGE_STATS ?= 1
 
-.PHONY: install demo test parity lint format bench bench-queue clean
+.PHONY: install demo test test-redis parity lint format bench bench-queue clean
 
 install: $(STAMP)
 
@@ -41,6 +41,10 @@ lint: install
 # Two processes, a core each; tests of one engine stay together.
 test: lint
 	OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(PY) -m pytest -n 2 --dist loadgroup
+
+# The queue's tests again, against Debian's redis-server.
+test-redis: install
+	LENSPOOL_REDIS_SERVER=$$(command -v redis-server) $(PY) -m pytest tests/queue
 
 bench: install
 	$(PY) benchmarks/capture.py
