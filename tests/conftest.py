@@ -15,6 +15,7 @@ SHARED = ("client", "engine")
 LONGEST = ("client", "engine", "tests/families/test_parity.py")
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the marks in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Give processes of `-n` (pytest-xdist) whole modules, and those of one engine together; the longest first."""
     groups = {}
