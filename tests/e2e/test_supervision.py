@@ -82,7 +82,7 @@ async def test_dead_engine_is_restarted_and_a_hopeless_one_given_up(
                     await asyncio.sleep(0.2)
             for i, generation in enumerate([job.result() for job in jobs]):
                 assert generation.prompt_token_ids == [5, i] and len(generation.token_ids) == 300
-                assert generation["resid_post.1"].shape == (301, 64)
+                assert generation["resid_post.1"].shape == (301, 128)
             assert states == {"serving", "restarting"}
             after = await counters(client)
             assert (after["restarts"], after["requeued"] > 0, after["fenced"], process.poll()) == (1, True, 0, None)
