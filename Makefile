@@ -12,7 +12,7 @@ DEVICE ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
 export HF_HUB_OFFLINE ?= 1
 export VLLM_NO_USAGE_STATS ?= 1
 
-.PHONY: install demo test test-redis parity lint format bench bench-queue clean
+.PHONY: install demo test test-redis chaos parity lint format bench bench-queue clean
 
 install: $(STAMP)
 
@@ -45,6 +45,10 @@ test: lint
 # The queue's tests again, against Debian's redis-server.
 test-redis: install
 	LENSPOOL_REDIS_SERVER=$$(command -v redis-server) $(PY) -m pytest tests/queue
+
+# Real workers under load while they, their engines, clients and the server are killed and suspended (some ten minutes).
+chaos: install
+	$(PY) -m tests.chaos --report docs/reliability.md
 
 bench: install
 	$(PY) benchmarks/capture.py

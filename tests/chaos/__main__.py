@@ -1,7 +1,8 @@
 """A storm over a real pool: `make chaos`. Two real workers of one tiny model, a real server, and a fault at a time.
 
 Forty askers ask without a pause, each waiting for its answer, which is compared with transformers' float32. A question
-counts for the fault in whose time it was asked: from the fault until 100 answers have come after it has ended.
+counts for the fault in whose time it was asked: from the fault to the next one, which comes when 100 answers have come
+after its end and both workers serve again.
 """
 
 from __future__ import annotations
@@ -71,20 +72,29 @@ async def answered(tally: Tally, count: int) -> None:
             await asyncio.sleep(0.1)
 
 
+async def whole(client: Client) -> None:
+    """Wait until every worker serves."""
+    async with asyncio.timeout(2 * HUNG_S):
+        while True:
+            states = [worker.get("state") for row in await client.status() for worker in row["workers"]]
+            if states == ["serving"] * WORKERS:
+                return
+            await asyncio.sleep(0.5)
+
+
 async def storm(folder: Path, model: Path, rounds: int, seed: int) -> list[Tally]:
     site, questions = Site(folder, model, WORKERS), Questions(model, seed)
     stop, now = asyncio.Event(), [Tally("nothing yet: workers start")]
     totals = {fault.__name__: Tally((fault.__doc__ or "").splitlines()[0].rstrip(".")) for fault in FAULTS}
     with site.running():
         keeper = asyncio.create_task(site.keep())
-        async with Client(site.broker.url, store=site.store) as client, asyncio.timeout(300):
-            while sum(len(row["workers"]) for row in await client.status()) < WORKERS:
-                await asyncio.sleep(0.5)
         async with Client(site.broker.url, store=site.store) as client:
+            await whole(client)
             askers = [asyncio.create_task(asker(client, questions, now, stop)) for _ in range(ASKERS)]
             await answered(now[0], ENOUGH)
             for _ in range(rounds):
                 for fault in FAULTS:
+                    await whole(client)
                     tally = totals[fault.__name__]
                     now.append(tally)
                     began = time.monotonic()

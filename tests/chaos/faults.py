@@ -94,8 +94,8 @@ async def kill_worker(site: Site, client: Client) -> None:
 
 async def kill_engine(site: Site, client: Client) -> None:
     """SIGKILL to vLLM's process under a worker."""
-    for process in site.processes("VLLM::Worker") or site.processes("VLLM::EngineCore"):
-        process.kill()
+    (process,) = site.processes("VLLM::Worker")
+    process.kill()
 
 
 async def suspend_worker(site: Site, client: Client) -> None:

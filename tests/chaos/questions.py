@@ -52,7 +52,7 @@ class Questions:
                 return f"{kind}: other tokens than asked for"
             rows, sequence = generation["resid_post.3"], tokens + list(generation.token_ids)
             return await loop.run_in_executor(self._thread, self._wrong, kind, sequence[:-1], 1.0, rows, len(tokens))
-        edits = [scale(EDITED, FACTOR)] if kind == "edited" else None
+        edits = [scale(EDITED, FACTOR)] if kind == "edited" else []
         capture = await client.capture(tokens, "resid_post.3", interventions=edits)
         factor = FACTOR if edits else 1.0
         return await loop.run_in_executor(
