@@ -110,7 +110,7 @@ async def storm(folder: Path, model: Path, rounds: int, seed: int) -> list[Tally
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=2, help="how often each fault is done")
+    parser.add_argument("--rounds", type=int, default=1, help="how often each fault is done")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts")
     parser.add_argument("--report", type=Path, help="Markdown file with a place for the table")
     options = parser.parse_args()
