@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
-import time
+import types
 
 import pytest
 
@@ -52,19 +52,21 @@ def test_what_the_caller_prints_stays_on_its_stdout(monkeypatch: pytest.MonkeyPa
     assert "row" not in sys.stderr.getvalue()  # type: ignore[attr-defined]
 
 
-class _SlowTerminal(_Terminal):
-    def flush(self) -> None:
-        time.sleep(0.02)
+def test_drawing_takes_a_hundredth_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a clock that only the work and a slow terminal move; five draws a second would take a tenth or more."""
+    clock = drawn = 0.0
 
+    class Slow(_Terminal):
+        def flush(self) -> None:
+            nonlocal clock, drawn
+            clock, drawn = clock + 0.02, drawn + 0.02
 
-def test_a_slow_terminal_is_drawn_on_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 1.5 seconds, five draws a second of 20 ms each would take a tenth."""
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(sys, "stderr", _SlowTerminal())
-    draws = 0
-    with progress_bar(True, range(10**9), "capture") as advance:
-        end = time.monotonic() + 1.5
-        while (now := time.monotonic()) < end:
+    monkeypatch.setattr(sys, "stderr", Slow())
+    monkeypatch.setattr("lenspool.progress.time", types.SimpleNamespace(monotonic=lambda: clock))
+    with progress_bar(True, range(10**6), "capture") as advance:
+        before = drawn
+        while clock < 600:
+            clock += 0.01
             advance()
-            draws += time.monotonic() - now > 0.02
-    assert 1 <= draws <= 2
+        assert 0.005 < (drawn - before) / 600 < 0.012
