@@ -9,7 +9,7 @@ from typing import Any, Unpack
 from lenspool.arguments import CaptureOptions, Hooks, Interventions, ManyOptions, Prompt, check_names
 from lenspool.client.calls import Calls
 from lenspool.hooks import resolve
-from lenspool.interventions import Intervention
+from lenspool.interventions import listed
 from lenspool.many import in_flight
 from lenspool.plan import Plan, Tally
 from lenspool.progress import progress_bar
@@ -116,7 +116,7 @@ class Many(Calls):
             A prompt or another argument is wrong.
         """
         names = [hooks] if isinstance(hooks, (str, Readout)) else list(hooks)
-        items = [interventions] if isinstance(interventions, Intervention) else list(interventions)
+        items = listed(interventions)
         options = {"positions": positions, "interventions": items}
         tally = Tally((await self._connect())[1].access)
         with progress_bar(progress, prompts, "plan") as advance:
