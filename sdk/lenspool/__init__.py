@@ -9,6 +9,7 @@
 from lenspool import readouts, recipes
 from lenspool.card import HookInfo, ModelCard
 from lenspool.client import Client
+from lenspool.datasets import Dataset
 from lenspool.errors import (
     CacheCorrupt,
     CacheError,
@@ -60,6 +61,7 @@ __all__ = [
     "CacheFull",
     "Capture",
     "Client",
+    "Dataset",
     "DeadlineExceeded",
     "Delta",
     "EngineFailed",

@@ -8,11 +8,13 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeVar, overload
+from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeVar, Unpack, overload
 
 from lenspool import client as aio
 from lenspool import handle, local, streaming
 from lenspool.card import HookInfo, ModelCard
+from lenspool.datasets.manifest import Dataset
+from lenspool.datasets.options import DatasetOptions
 from lenspool.interventions import ArrayRef
 from lenspool.places import Tokens
 from lenspool.plan import Plan
@@ -241,6 +243,14 @@ class Client:
     def plan(self, prompts: Iterable[aio.Prompt], hooks: aio.Hooks, **options: Any) -> Plan:
         """See `lenspool.Client.plan`."""
         return self._loop.run(self._client.plan(prompts, hooks, **options))
+
+    def dataset(self, name: str, rows: Any, hooks: aio.Hooks, **options: Unpack[DatasetOptions]) -> Dataset:
+        """See `lenspool.Client.dataset`."""
+        return self._loop.run(self._client.dataset(name, rows, hooks, **options))
+
+    def open_dataset(self, name: str) -> Dataset:
+        """See `lenspool.Client.open_dataset`."""
+        return self._loop.run(self._client.open_dataset(name))
 
 
 @contextlib.contextmanager
