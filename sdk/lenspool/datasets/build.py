@@ -114,7 +114,7 @@ class Build:
     async def run(self, spec: dict[str, Any], about: dict[str, Any], concurrency: int, progress: bool) -> Dataset:
         """Do what is not done and nobody else does, wait for the others, and finish."""
         await asyncio.to_thread(self._folder.begin, spec, about)
-        self._pin = pin_name(about["name"], spec)
+        self._spec, self._pin = spec, pin_name(about["name"], spec)
         self._seats = asyncio.Semaphore(concurrency)
         self._concurrency = concurrency
         with progress_bar(progress, range(about["rows"]) if about["rows"] is not None else (), "dataset") as advance:
@@ -148,7 +148,7 @@ class Build:
         for number, rows in enumerate(self._source.chunks(self._chunk_rows)):
             if wanted is not None and number not in wanted:
                 continue
-            identity = digest(rows)
+            identity = digest(self._spec, rows)
             if self._is_done(number, identity):
                 for _ in rows:
                     advance()
@@ -195,15 +195,15 @@ class Build:
         errors: dict[int, LenspoolError] = {}
         sequences = await self._sequences(chunk.rows, errors)
         requests: list[tuple[Sequence, Request]] = []
+        refused: list[InvalidJob] = []
         for sequence in sequences:
             try:
                 requests.append((sequence, await self._request(sequence.tokens)))
             except InvalidJob as error:
+                refused.append(error)
                 _charge(sequence, error, errors)
-        if sequences and not requests:
-            refused = next(iter(errors.values()))
-            if isinstance(refused, InvalidJob) and not refused.field.startswith("prompt"):
-                raise refused  # the call is wrong, not the rows
+        if refused and not requests and not refused[0].field.startswith("prompt"):
+            raise refused[0]  # the call is wrong, not the rows
         # before they run: no row is in the store for a moment in which it could be evicted
         keys = [request.run.key for _, request in requests]
         if keys:
@@ -282,14 +282,15 @@ def _line(sequence: Sequence, request: Request) -> dict[str, Any]:
         "run": request.run.key.hex(),
         "tokens": request.tokens,
         "ranges": [list(r) for r in closed(request.ranges, len(request.tokens))],
-        "hooks": request.hooks if any(entries.is_readout(n) and entries.parse(n).reduces for n in request.hooks) else 0,
         "rows": [[span.row.index, span.start, span.stop] for span in sequence.spans],
         "columns": [span.row.columns for span in sequence.spans],
     }
     if request.interventions:
         document["interventions"] = request.interventions
-    if not document["hooks"]:
-        del document["hooks"]
+    if any(entries.is_readout(name) and entries.parse(name).reduces for name in request.hooks):
+        document["hooks"] = (
+            request.hooks
+        )  # their names have the positions in them, which differ from sequence to sequence
     return document
 
 

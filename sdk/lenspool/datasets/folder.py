@@ -61,12 +61,11 @@ class Folder:
             folder.mkdir(parents=True, exist_ok=True)
         with self._lock(self.path / "claims" / "begin"):
             found = self.document()
-            if found is None:
+            if found is None or (found["spec"] != spec and not self.done()):
                 self._write(self.path / "dataset.json", json.dumps({"spec": spec, "about": about}, indent=2).encode())
             elif found["spec"] != spec:
-                differing = [name for name in spec if spec[name] != found["spec"].get(name)]
                 raise InvalidJob(
-                    ", ".join(differing) or "name",
+                    ", ".join(name for name in spec if spec[name] != found["spec"][name]),
                     f"the dataset in {self.path} was asked for otherwise",
                     "the same as before, or another name or folder",
                 )

@@ -108,9 +108,9 @@ class Source:
                     raise InvalidJob(field, f"the rows have no column {name!r}", ", ".join(map(str, row)))
 
 
-def digest(rows: Iterable[SourceRow]) -> str:
-    """SHA-256 (hex) of what rows hold."""
-    hashed = hashlib.sha256()
+def digest(spec: Mapping[str, Any], rows: Iterable[SourceRow]) -> str:
+    """SHA-256 (hex) of what rows hold, and of what is asked of them."""
+    hashed = hashlib.sha256(line(spec))
     for row in rows:
         hashed.update(line({"row": row.index, "prompt": row.prompt, "columns": row.columns}))
     return hashed.hexdigest()
