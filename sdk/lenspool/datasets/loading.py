@@ -49,7 +49,8 @@ class TokenDataset(data.IterableDataset[torch.Tensor]):
     buffer
         Rows that are held; default 16 batches.
     seed
-        Of the order. With `epoch` it says all of it, for a given number of workers.
+        Of the order, with the attribute `epoch`, for a given number of workers. None: another order each time. Workers
+        that a loader starts anew for each epoch do not know how many there were: set `epoch` before.
     skip
         Positions at the start of each sequence that are left out.
     dtype
@@ -63,7 +64,7 @@ class TokenDataset(data.IterableDataset[torch.Tensor]):
         batch_size: int,
         *,
         buffer: int | None = None,
-        seed: int = 0,
+        seed: int | None = None,
         skip: int = 0,
         dtype: Any | None = None,
     ) -> None:
@@ -76,8 +77,9 @@ class TokenDataset(data.IterableDataset[torch.Tensor]):
         """One epoch. Where the loader keeps its workers, they go on to the next one by themselves."""
         worker = data.get_worker_info()
         share, shares = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        order = np.random.default_rng([self.seed, self.epoch]).permutation(len(self.dataset))[share::shares]
-        random = np.random.default_rng([self.seed, self.epoch, share + 1])
+        base = [self.seed, self.epoch] if self.seed is not None else [_drawn(worker)]
+        order = np.random.default_rng(base).permutation(len(self.dataset))[share::shares]
+        random = np.random.default_rng([*base, share + 1])
         self.epoch += 1
         for batch in shuffled(self._rows(order), self.batch_size, self.buffer, random):
             yield torch.from_numpy(batch)
@@ -88,3 +90,10 @@ class TokenDataset(data.IterableDataset[torch.Tensor]):
             if self.skip:
                 rows = rows[self.dataset.positions(number, self.hook) >= self.skip]
             yield rows.astype(self.dtype, copy=False)
+
+
+def _drawn(worker: Any) -> int:
+    """A random seed that is common to the workers of one epoch."""
+    if worker is not None:
+        return int(worker.seed - worker.id)
+    return int(torch.randint(2**62, ()))

@@ -1,0 +1,94 @@
+"""Datasets of the real pool, and other libraries that read them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import lenspool.sync
+from lenspool import Client, Dataset
+from lenspool.readouts import sae
+from tests.e2e.consumers import FEATURES, HOOK
+
+CONSUMERS = Path(sys.prefix) / "share" / "lenspool-consumers"
+ROWS = [{"text": f"{n} plus {n} is {2 * n}, and {n} times {n} is {n * n}.", "n": n} for n in range(40)]
+
+
+def feature_readout() -> Any:
+    random = np.random.default_rng(0)
+    return sae(HOOK, random.standard_normal((576, FEATURES)) / 24, np.full(FEATURES, -0.5), k=12)
+
+
+async def feeds(client: Client) -> Dataset:
+    return await client.dataset("feeds", ROWS, [HOOK, feature_readout()], context=32, separator="\n", chunk=40)
+
+
+async def test_a_dataset_of_the_pool(client: Client, store: Path) -> None:
+    hooks = [HOOK, "z.3"]
+    dataset = await client.dataset("arithmetic", ROWS, hooks, chunk=16, concurrency=8)
+    assert len(dataset) == len(ROWS) and not list(dataset.failures())
+    for number in (0, 17, 39):
+        same = await client.capture(ROWS[number]["text"], hooks)
+        assert same.cached and same.token_ids == dataset[number].token_ids
+        assert all(same[name].tobytes() == dataset[number][name].tobytes() for name in hooks)
+    with lenspool.sync.Client(client.url, store=store) as twin:
+        assert (await asyncio.to_thread(twin.open_dataset, "arithmetic")).hash == dataset.hash
+        again = await asyncio.to_thread(twin.dataset, "arithmetic", iter(ROWS), hooks, chunk=16)
+    assert again.hash == dataset.hash
+    packed = await feeds(client)
+    assert {len(packed.token_ids(i)) for i in range(len(packed) - 1)} == {32}
+
+
+@pytest.mark.skipif(not CONSUMERS.is_dir(), reason="the other libraries are not here: make consumers")
+async def test_other_libraries_read_it(client: Client, store: Path, smollm2: Path, tmp_path: Path) -> None:
+    dataset = await feeds(client)
+    whole = sum(len(dataset.token_ids(i)) == 32 for i in range(len(dataset)))
+    arguments = [client.url, str(store), str(tmp_path), "The Eiffel Tower is in the city of Paris", str(smollm2)]
+    path = os.pathsep.join([str(CONSUMERS), os.environ.get("PYTHONPATH", "")])
+    async with asyncio.timeout(300):
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "tests.e2e.consumers", *arguments),
+            cwd=Path(__file__).parents[2],
+            env={**os.environ, "PYTHONPATH": path},
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        try:
+            out, errors = await process.communicate()
+        finally:
+            if process.returncode is None:
+                process.kill()
+    assert process.returncode == 0, errors.decode()[-4000:]
+    answer = json.loads(out.splitlines()[-1])
+    trained = answer["sae_lens"]
+    assert trained["steps"] == 10 and trained["moved"] > 1e-3 and trained["same"]
+    assert trained["counts"]["contexts"] == whole
+    assert answer["encoders"].keys() == {"standard", "topk", "jumprelu"}
+    assert all(distance < 1e-5 for distance in answer["encoders"].values()), answer["encoders"]
+    losses = answer["dictionary_learning"]["losses"]
+    assert len(losses) == 10 and losses[-1] < losses[0]
+    delphi = answer["delphi"]
+    assert delphi["same"] and delphi["tokens"] and delphi["latents"] > 10 and delphi["records"] > 0
+    assert delphi["counts"]["contexts"] == whole
+
+
+async def test_the_command_builds_what_the_call_builds(client: Client, store: Path, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    options = ["--hook", HOOK, "--hook", "z.3", "--chunk", "16", "--folder", str(tmp_path / "made")]
+    async with asyncio.timeout(120):
+        command = [sys.executable, "-m", "lenspool.cli", "dataset", "build", "arithmetic", str(tmp_path / "rows.jsonl")]
+        process = await asyncio.create_subprocess_exec(
+            *command, *options, "--redis", client.url, "--json", stdout=asyncio.subprocess.PIPE
+        )
+        out, _ = await process.communicate()
+    told = json.loads(out)
+    expected = await client.dataset("arithmetic", ROWS, [HOOK, "z.3"], chunk=16)
+    assert process.returncode == 0 and told["hash"] == expected.hash and told["failures"] == 0
+    assert np.array_equal(Dataset(tmp_path / "made").matrix(5, HOOK), expected.matrix(5, HOOK))
