@@ -21,7 +21,7 @@ HOOK = "blocks.1.hook_resid_post"
 def run(*arguments: str, fails: bool = False) -> Any:
     result = CliRunner().invoke(app, ["dataset", *arguments, "--json"])
     assert (result.exit_code != 0) == fails, result.output
-    return result.output if fails else json.loads(result.output)
+    return result.stderr if fails else json.loads(result.stdout)
 
 
 def test_status_statistics_and_failures(dataset: Dataset) -> None:

@@ -99,7 +99,7 @@ def trained_by_dictionary_learning(dataset: Dataset) -> dict[str, Any]:
     from dictionary_learning.trainers.standard import StandardTrainer
     from dictionary_learning.training import trainSAE
 
-    buffer = ActivationBuffer(dataset, HOOK, out_batch_size=64, seed=0)
+    buffer = ActivationBuffer(dataset, HOOK, out_batch_size=64, seed=0, skip=1)  # without the attention sink
     losses: list[float] = []
 
     class Watched(StandardTrainer):

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
+import importlib.util
+import inspect
 import json
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -38,10 +42,15 @@ async def test_a_dataset_of_the_pool(client: Client, store: Path) -> None:
         same = await client.capture(ROWS[number]["text"], hooks)
         assert same.cached and same.token_ids == dataset[number].token_ids
         assert all(same[name].tobytes() == dataset[number][name].tobytes() for name in hooks)
-    with lenspool.sync.Client(client.url, store=store) as twin:
-        assert (await asyncio.to_thread(twin.open_dataset, "arithmetic")).hash == dataset.hash
-        again = await asyncio.to_thread(twin.dataset, "arithmetic", iter(ROWS), hooks, chunk=16)
-    assert again.hash == dataset.hash
+
+    def twin() -> list[str]:
+        with lenspool.sync.Client(client.url, store=store) as other:
+            return [
+                other.open_dataset("arithmetic").hash,
+                other.dataset("arithmetic", iter(ROWS), hooks, chunk=16).hash,
+            ]
+
+    assert await asyncio.to_thread(twin) == [dataset.hash, dataset.hash]
     packed = await feeds(client)
     assert {len(packed.token_ids(i)) for i in range(len(packed) - 1)} == {32}
 
@@ -92,3 +101,40 @@ async def test_the_command_builds_what_the_call_builds(client: Client, store: Pa
     expected = await client.dataset("arithmetic", ROWS, [HOOK, "z.3"], chunk=16)
     assert process.returncode == 0 and told["hash"] == expected.hash and told["failures"] == 0
     assert np.array_equal(Dataset(tmp_path / "made").matrix(5, HOOK), expected.matrix(5, HOOK))
+
+
+def example(name: str) -> Any:
+    path = Path(__file__).parents[2] / "examples" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+async def test_a_probe_tells_living_things_from_others(client: Client) -> None:
+    pytest.importorskip("sklearn", reason="of the examples")
+    found = await example("probing").accuracies(client)
+    assert max(found.values()) > 0.9 and found[12] > 0.8, found
+
+
+async def test_a_sparse_autoencoder_learns_from_the_training_set(client: Client) -> None:
+    training = example("sae_training_set")
+    dataset = await training.captured(client, [Path(__file__).parents[2] / "README.md"])
+    assert {len(dataset.token_ids(i)) for i in range(len(dataset) - 1)} == {training.CONTEXT}
+    losses = training.trained(dataset, 60)
+    assert np.mean(losses[-5:]) < 0.7 * np.mean(losses[:5])
+
+
+async def test_the_snippets_of_the_docs_run(client: Client) -> None:
+    for module in ("datasets", "pyarrow", "zarr", "safetensors"):
+        pytest.importorskip(module, reason="an extra")
+    text = (Path(__file__).parents[2] / "docs" / "datasets.md").read_text()
+    snippets = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert len(snippets) == 6
+    names: dict[str, Any] = {"client": client}
+    for snippet in snippets:
+        pending = eval(compile(snippet, "docs/datasets.md", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT), names)
+        if inspect.isawaitable(pending):
+            await pending
+    assert names["mapped"].array.shape[1] == 576
