@@ -27,7 +27,7 @@ from lenspool_cache import ranges as rg
 
 
 class FakePool:
-    """For unit tests of code that calls lenspool: no Redis, no engine, no files.
+    """For unit tests of code that calls lenspool: no Redis, no engine, and without `store` no files.
 
     Calls are checked, tokenized and answered as by a real pool, with arrays of the right shapes and dtypes. The numbers
     are random ones that follow from the request: equal calls have equal answers, an intervention changes them, and they
