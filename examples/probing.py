@@ -34,12 +34,16 @@ PLACES = [
 LAYERS = (0, 6, 12, 18, 24)
 
 
-async def accuracies(client: Client) -> dict[int, float]:
+async def accuracies(client: Client, places: int = len(PLACES)) -> dict[int, float]:
     """Layer -> share of held-out words' sentences that are told right."""
     words = [(word, living) for living, group in ((1, LIVING), (0, THINGS)) for word in group.split()]
-    rows = [{"text": f"{place} {word}", "word": word, "living": living} for word, living in words for place in PLACES]
+    rows = [
+        {"text": f"{place} {word}", "word": word, "living": living}
+        for word, living in words
+        for place in PLACES[:places]
+    ]
     hooks = [f"resid_post.{layer}" for layer in LAYERS]
-    dataset = await client.dataset("living-things", rows, hooks, positions="last")
+    dataset = await client.dataset(f"living-things-{places}", rows, hooks, positions="last")
     labels = np.array([example.columns[0]["living"] for example in dataset])
     held_out = np.array([words.index((e.columns[0]["word"], e.columns[0]["living"])) % 3 == 0 for e in dataset])
     found = {}

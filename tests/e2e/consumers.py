@@ -99,13 +99,17 @@ def trained_by_dictionary_learning(dataset: Dataset) -> dict[str, Any]:
     from dictionary_learning.trainers.standard import StandardTrainer
     from dictionary_learning.training import trainSAE
 
-    buffer = ActivationBuffer(dataset, HOOK, out_batch_size=64, seed=0, skip=1)  # without the attention sink
+    buffer = ActivationBuffer(dataset, HOOK, out_batch_size=64, seed=0)
     losses: list[float] = []
+    moved: list[float] = []
 
     class Watched(StandardTrainer):
         def update(self, step: int, activations: torch.Tensor) -> None:
+            assert activations.shape == (64, buffer.d_submodule)
             losses.append(float(self.loss(activations, step=step).detach()))
+            before = self.ae.encoder.weight.detach().clone()
             super().update(step, activations)
+            moved.append(float((self.ae.encoder.weight - before).abs().max()))
 
     config = {
         "trainer": Watched, "dict_class": AutoEncoder, "activation_dim": buffer.d_submodule, "dict_size": FEATURES,
@@ -113,7 +117,7 @@ def trained_by_dictionary_learning(dataset: Dataset) -> dict[str, Any]:
         "layer": 7, "lm_name": "SmolLM2", "device": "cpu", "resample_steps": None,
     }  # fmt: skip
     trainSAE(buffer, [config], steps=10, device="cpu")
-    return {"losses": losses, "config": json.dumps(buffer.config) != ""}
+    return {"losses": losses, "moved": moved, "config": buffer.config}
 
 
 def latents_of_delphi(dataset: Dataset, folder: Path, tokenizer: str) -> dict[str, Any]:

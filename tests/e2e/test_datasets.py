@@ -81,8 +81,9 @@ async def test_other_libraries_read_it(client: Client, store: Path, smollm2: Pat
     assert trained["counts"]["contexts"] == whole
     assert answer["encoders"].keys() == {"standard", "topk", "jumprelu"}
     assert all(distance < 1e-5 for distance in answer["encoders"].values()), answer["encoders"]
-    losses = answer["dictionary_learning"]["losses"]
-    assert len(losses) == 10 and losses[-1] < losses[0]
+    learned = answer["dictionary_learning"]
+    assert len(learned["losses"]) == 10 and np.isfinite(learned["losses"]).all() and max(learned["moved"]) > 1e-4
+    assert learned["config"]["d_submodule"] == 576 and learned["config"]["dataset"] == dataset.hash
     delphi = answer["delphi"]
     assert delphi["same"] and delphi["tokens"] and delphi["latents"] > 10 and delphi["records"] > 0
     assert delphi["counts"]["contexts"] == whole
@@ -114,7 +115,7 @@ def example(name: str) -> Any:
 
 async def test_a_probe_tells_living_things_from_others(client: Client) -> None:
     pytest.importorskip("sklearn", reason="of the examples")
-    found = await example("probing").accuracies(client)
+    found = await example("probing").accuracies(client, places=2)
     assert max(found.values()) > 0.9 and found[12] > 0.8, found
 
 
@@ -122,7 +123,7 @@ async def test_a_sparse_autoencoder_learns_from_the_training_set(client: Client)
     training = example("sae_training_set")
     dataset = await training.captured(client, [Path(__file__).parents[2] / "README.md"])
     assert {len(dataset.token_ids(i)) for i in range(len(dataset) - 1)} == {training.CONTEXT}
-    losses = training.trained(dataset, 60)
+    losses = training.trained(dataset, 40, features=256)
     assert np.mean(losses[-5:]) < 0.7 * np.mean(losses[:5])
 
 
