@@ -216,15 +216,19 @@ class Build:
             return_exceptions=True,
         )
         lines: dict[int, dict[str, Any]] = {}
+        elsewhere: set[bytes] = set()
         async with contextlib.aclosing(answers):
             async for index, answer in answers:
                 sequence, request = requests[index]
                 if not isinstance(answer, BaseException):
                     lines[index] = _line(sequence, request)
+                    elsewhere |= answer
                 elif isinstance(answer, LenspoolError) and not isinstance(answer, (PoolUnavailable, CacheFull)):
                     _charge(sequence, answer, errors)
                 else:
                     raise answer
+        if elsewhere:
+            await asyncio.to_thread(self._store.pins.add, f"{self._pin}.{chunk.number:08d}", elsewhere)
         failures = [_failure(row, error) for row, error in sorted(errors.items())]
         header = {
             "chunk": chunk.number,
@@ -255,14 +259,16 @@ class Build:
         _, request = await self._client._request(tokens, asked.hooks, asked.positions, asked.interventions)
         return request
 
-    async def _answer(self, request: Request) -> None:
-        """Have the rows of a request in the store."""
+    async def _answer(self, request: Request) -> set[bytes]:
+        """Have the rows of a request in the store; keys of entries that they are in and that are not its run's own."""
         _, desk = await self._client._connect()
         async with self._seats:
             while True:
                 try:
                     await desk.answer(request, Capture, self._asked.timeout, self._asked.terms)
-                    return
+                    found = await asyncio.to_thread(self._store.lookup, request.run, request.hooks)
+                    keys = {segment.key for segments in found.values() for segment in segments}
+                    return keys - {request.run.entry(name) for name in request.hooks}
                 except QueueFull:
                     await asyncio.sleep(_BUSY_S)  # others wait, too; the pool lives, or this would be another error
 
