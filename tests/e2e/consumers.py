@@ -109,7 +109,7 @@ def trained_by_dictionary_learning(dataset: Dataset) -> dict[str, Any]:
             losses.append(float(self.loss(activations, step=step).detach()))
             before = self.ae.encoder.weight.detach().clone()
             super().update(step, activations)
-            moved.append(float((self.ae.encoder.weight - before).abs().max()))
+            moved.append(float((self.ae.encoder.weight.detach() - before).abs().max()))
 
     config = {
         "trainer": Watched, "dict_class": AutoEncoder, "activation_dim": buffer.d_submodule, "dict_size": FEATURES,
