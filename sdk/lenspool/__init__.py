@@ -45,6 +45,7 @@ from lenspool.interventions import (
 )
 from lenspool.local import connect_local
 from lenspool.logprobs import Logprobs
+from lenspool.logs import configure_logging
 from lenspool.places import At, Tokens, at
 from lenspool.plan import Plan
 from lenspool.result import Capture, Generation
@@ -87,6 +88,7 @@ __all__ = [
     "add",
     "at",
     "clamp",
+    "configure_logging",
     "connect_local",
     "interpolate",
     "mean_ablate",

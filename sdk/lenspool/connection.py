@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -15,6 +15,7 @@ from lenspool import keys
 from lenspool.access import open_access
 from lenspool.answer import Desk
 from lenspool.card import HookInfo, ModelCard
+from lenspool.config import settings
 from lenspool.counts import job_counts
 from lenspool.errors import InvalidJob, UnknownModel
 from lenspool.interventions import ArrayRef, as_float32
@@ -28,6 +29,22 @@ _CLOCKS_S = 600.0
 """How far the clocks of workers and clients may differ: whether a worker lives is said by its card, which expires."""
 
 
+DEFAULT_URL = "redis://localhost:6379"
+_INLINE_LIMIT = 16 * 2**20
+_PATIENCE_S = 120.0
+
+
+@dataclass
+class _Shared:
+    """What a client and its views (`with_options`) find out together."""
+
+    ready: tuple[ModelCard, Desk] | None = None
+    connecting: asyncio.Lock = field(default_factory=asyncio.Lock)
+    open: bool = False
+    closed: bool = False
+    opening: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
 class Connection:
     """A connection to a pool; `lenspool.Client`, which has its arguments, is one that asks."""
 
@@ -37,22 +54,34 @@ class Connection:
         *,
         model: str | None = None,
         store: str | Path | Literal[False] | None = None,
-        inline_limit: int = 16 * 2**20,
-        patience: float = 120.0,
+        inline_limit: int | None = None,
+        patience: float | None = None,
     ) -> None:
-        self.url = url or os.environ.get("LENSPOOL_REDIS") or "redis://localhost:6379"
-        self.model = model or os.environ.get("LENSPOOL_MODEL")
-        self._store = os.environ.get("LENSPOOL_STORE") if store is None else store
-        self._inline_limit = inline_limit
-        self._queue = JobQueue(self.url, patience=patience)
+        outside = settings()
+        found = outside.values
+        self.url: str = url or found.get("redis", DEFAULT_URL)
+        self.model: str | None = model or found.get("model")
+        self._store = found.get("store") if store is None else store
+        self._inline_limit = found.get("inline_limit", _INLINE_LIMIT) if inline_limit is None else inline_limit
+        self._options = outside.options
+        self._queue = JobQueue(self.url, patience=found.get("patience", _PATIENCE_S) if patience is None else patience)
         self._orders = Orders(self._queue)
         self._feed = TokenFeed(self._queue, self.url)
-        self._ready: tuple[ModelCard, Desk] | None = None
-        self._connecting = asyncio.Lock()
+        self._shared = _Shared()
 
     async def __aenter__(self) -> Self:
-        await self._queue.open()
+        self._shared.closed = False
+        await self._open()
         return self
+
+    async def _open(self) -> None:
+        """Connect, once: by `async with`, or by the first call where nobody did (a notebook)."""
+        async with self._shared.opening:
+            if self._shared.closed:
+                raise RuntimeError("the client was closed")
+            if not self._shared.open:
+                await self._queue.open()
+                self._shared.open = True
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -63,9 +92,10 @@ class Connection:
         """Cancel what this client still waits for, and close its connections and files."""
         await self._feed.close()
         await self._queue.close()
-        if self._ready is not None:
-            self._ready[1].access.close()
-            self._ready = None
+        self._shared.open, self._shared.closed = False, True
+        if self._shared.ready is not None:
+            self._shared.ready[1].access.close()
+            self._shared.ready = None
 
     async def models(self) -> list[ModelCard]:
         """Cards of the models that live workers serve, one per model id."""
@@ -105,6 +135,12 @@ class Connection:
             {"model": m, "workers": w, **await job_counts(self._queue.redis, m)} for m, w in sorted(workers.items())
         ]
 
+    async def _rate(self) -> float | None:
+        """Tokens per second that the live workers of this client's model have shown they run; None before that."""
+        card = await self.card()
+        stats = [said.get("stats", {}) for said in await self._published() if said["id"] == card.id]
+        return sum(worker.get("busy_tokens_per_s", 0.0) for worker in stats) or None
+
     async def hooks(self) -> list[HookInfo]:
         """Hooks that the model serves, in network order, with widths."""
         return list((await self.card()).hooks.values())
@@ -123,8 +159,9 @@ class Connection:
         return ArrayRef(digest, values.shape)
 
     async def _connect(self) -> tuple[ModelCard, Desk]:
-        async with self._connecting:
-            if self._ready is None:
+        await self._open()
+        async with self._shared.connecting:
+            if self._shared.ready is None:
                 card = self._choose(await self.models())
                 tokenizer = None
                 if card.tokenizer is not None:
@@ -133,8 +170,8 @@ class Connection:
                         raise UnknownModel(card.name, [])
                     tokenizer = await asyncio.to_thread(from_bytes, blob)
                 access = await asyncio.to_thread(open_access, self._queue, card, self._store, self._inline_limit)
-                self._ready = card, Desk(self._queue, self._feed, access, tokenizer)
-            return self._ready
+                self._shared.ready = card, Desk(self._queue, self._feed, access, tokenizer)
+            return self._shared.ready
 
     def _choose(self, cards: list[ModelCard]) -> ModelCard:
         fitting = [card for card in cards if self.model in (None, card.name, card.id)]

@@ -12,7 +12,7 @@ from lenspool.job import Request
 from lenspool.result import Capture, Generation
 
 if TYPE_CHECKING:
-    from lenspool.client import Client
+    from lenspool.client.submitting import Submitting
 
 ResultT = TypeVar("ResultT", Capture, Generation)
 
@@ -31,7 +31,7 @@ class Job(Generic[ResultT]):
         For `client.job(id)`, in any process, for a week.
     """
 
-    def __init__(self, client: Client, job_id: str, request: Request | None = None) -> None:
+    def __init__(self, client: Submitting, job_id: str, request: Request | None = None) -> None:
         self.id = job_id
         self._client = client
         self._request = request

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sized
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from typing import Any, TypeVar
 
 ItemT = TypeVar("ItemT")
-
-_REDRAW_S = 0.2
 
 
 async def in_flight(
@@ -56,50 +52,3 @@ async def in_flight(
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
-
-
-@contextlib.contextmanager
-def progress_bar(show: bool, items: Iterable[Any], what: str) -> Iterator[Callable[[], None]]:
-    """A function to call once for each item that is done; it draws a bar where someone sees it.
-
-    That is a terminal or a notebook; elsewhere, and without `show`, nothing is drawn. Redrawn five times a second at
-    most.
-    """
-    if not show:
-        yield lambda: None
-        return
-    from rich.console import Console  # not needed by a script that shows nothing
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    console = Console(stderr=True)
-    if not (console.is_terminal or console.is_jupyter):
-        yield lambda: None
-        return
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[rate]}"),
-        TimeRemainingColumn(),
-    )
-    began = drawn = time.monotonic()
-    done = 0
-    total = len(items) if isinstance(items, Sized) else None
-    with Progress(*columns, console=console, auto_refresh=False) as bar:
-        task = bar.add_task(what, total=total, rate="")
-
-        def draw(now: float) -> None:
-            bar.update(task, completed=done, rate=f"{done / max(now - began, 1e-9):.1f}/s")
-            bar.refresh()
-
-        def advance() -> None:
-            nonlocal done, drawn
-            done += 1
-            if (now := time.monotonic()) - drawn >= _REDRAW_S:
-                drawn = now
-                draw(now)
-
-        try:
-            yield advance
-        finally:
-            draw(time.monotonic())

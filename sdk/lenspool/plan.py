@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 
 from lenspool.access import Access, RedisAccess
 from lenspool.job import Request, job_id
@@ -28,6 +29,9 @@ class Plan:
     bytes
         Bytes of the rows that would be computed, in the model's dtype, before the store compresses; likewise. Rows
         that a readout is computed from are counted: they are held until its job ends.
+    seconds
+        What the tokens take at the rate that the pool's workers have lately run at when they worked (`None` before they
+        have), with nobody else in it. An estimate: the rate was that of other prompts and hooks.
     """
 
     prompts: int
@@ -36,9 +40,12 @@ class Plan:
     misses: int | None
     tokens: int
     bytes: int
+    seconds: float | None = None
 
     def __repr__(self) -> str:
         cost = f"{self.tokens} tokens, {_readable(self.bytes)}"
+        if self.seconds is not None and self.tokens:
+            cost += f", about {timedelta(seconds=max(round(self.seconds), 1))} h"
         if self.hits is None:
             unknown = "this client does not reach the store, so hits are not known"
             return f"<Plan of {self.prompts} prompts: at most {cost}; {unknown}>"
@@ -71,9 +78,8 @@ class Tally:
         self._tokens += len(request.tokens)
         self._bytes += sum(job_bytes(document["captures"], request.card, len(request.tokens)).values())
 
-    @property
-    def plan(self) -> Plan:
-        """All so far."""
+    def plan(self, rate: float | None) -> Plan:
+        """All so far; `rate` is in tokens per second."""
         known = not isinstance(self._access, RedisAccess)
         return Plan(
             prompts=self._prompts,
@@ -82,6 +88,7 @@ class Tally:
             misses=self._misses if known else None,
             tokens=self._tokens,
             bytes=self._bytes,
+            seconds=None if rate is None else self._tokens / rate,
         )
 
 

@@ -14,7 +14,7 @@ from lenspool.readouts import norm
 
 if TYPE_CHECKING:
     from lenspool.card import ModelCard
-    from lenspool.client import Client
+    from lenspool.client.many import Many
 
 SAMPLE = (
     "The capital of France is Paris, and the capital of Italy is Rome.",
@@ -36,7 +36,7 @@ def sample_prompts(card: ModelCard) -> list[Any]:
     return [[(7 * i + 13 * k) % card.vocab_size for i in range(16)] for k in range(len(SAMPLE))]
 
 
-async def mean_norms(client: Client, hooks: Sequence[str], prompts: Iterable[Any] | None) -> dict[str, float]:
+async def mean_norms(client: Many, hooks: Sequence[str], prompts: Iterable[Any] | None) -> dict[str, float]:
     """Hook -> mean L2 norm of its rows over all positions but the first of some prompts.
 
     The first position is left out: in many models it is an attention sink, with norms a hundred times the others'.
@@ -53,7 +53,7 @@ async def mean_norms(client: Client, hooks: Sequence[str], prompts: Iterable[Any
 
 
 async def resolved(
-    client: Client, prompt: Any, interventions: Intervention | Iterable[Intervention]
+    client: Many, prompt: Any, interventions: Intervention | Iterable[Intervention]
 ) -> tuple[list[Intervention], Mapping[str, float]]:
     """Interventions without `swap_rows`, and the norms of hooks that some of them are relative to."""
     items = [interventions] if isinstance(interventions, Intervention) else list(interventions)

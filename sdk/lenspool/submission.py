@@ -107,7 +107,8 @@ class Submissions:
             keys.work(card_id),
             keys.limits(card_id),
         ]
-        return touched, [*arguments, *_build_hset_args(job)]
+        carried = ["traceparent", terms.trace] if terms.trace else []
+        return touched, [*arguments, *_build_hset_args(job), *carried]
 
     def cancel(self, job_id: str, card_id: str, *, kept: bool = False) -> Call:
         """Call of CANCEL."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeVar, Unpack, overload
@@ -14,11 +15,11 @@ from lenspool import client as aio
 from lenspool import handle, local, streaming
 from lenspool.card import HookInfo, ModelCard
 from lenspool.datasets.manifest import Dataset
-from lenspool.datasets.options import DatasetOptions
 from lenspool.interventions import ArrayRef
 from lenspool.places import Tokens
 from lenspool.plan import Plan
 from lenspool.result import Capture, Generation
+from lenspool.worker_options import WorkerOptions
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -34,10 +35,12 @@ class _Loop:
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine there and wait for it; an interrupt of the waiting cancels it."""
-        with contextlib.suppress(RuntimeError):
-            asyncio.get_running_loop()
+        if _in_a_loop():
             work.close()
-            raise TypeError("lenspool.sync was called inside a running event loop: use lenspool.Client and await")
+            raise RuntimeError(
+                "lenspool.sync was called inside a running event loop, which it would block: use lenspool.Client "
+                "(or lenspool.connect_local) and await, or call it in a thread: await asyncio.to_thread(...)"
+            )
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
@@ -70,6 +73,16 @@ class _Loop:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+
+def _in_a_loop() -> bool:
+    """Whether an event loop runs here. That of a notebook does not count: its cells may block it, and always do."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    return getattr(shell, "kernel", None) is None
 
 
 class TokenStream:
@@ -139,11 +152,25 @@ class Job:
 
 
 class Client:
-    """The sync twin of `lenspool.Client`; the same arguments."""
+    """The sync twin of `lenspool.Client`; the same arguments. `with` closes it; a notebook may leave it open."""
 
-    def __init__(self, url: str | None = None, **options: Any) -> None:
-        self._loop = _Loop()
-        self._client = aio.Client(url, **options)
+    def __init__(
+        self,
+        url: str | None = None,
+        *,
+        model: str | None = None,
+        store: str | Path | Literal[False] | None = None,
+        inline_limit: int | None = None,
+        patience: float | None = None,
+    ) -> None:
+        inner = aio.Client(url, model=model, store=store, inline_limit=inline_limit, patience=patience)
+        self._loop, self._client = _Loop(), inner
+
+    @classmethod
+    def _of(cls, loop: _Loop, inner: aio.Client) -> Self:
+        client = cls.__new__(cls)
+        client._loop, client._client = loop, inner
+        return client
 
     def __enter__(self) -> Self:
         self._loop.run(self._client.__aenter__())
@@ -152,6 +179,10 @@ class Client:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """See `lenspool.Client.close`."""
         try:
             self._loop.run(self._client.close())
         finally:
@@ -161,6 +192,15 @@ class Client:
     def url(self) -> str:
         """Redis of the pool."""
         return self._client.url
+
+    @property
+    def model(self) -> str | None:
+        """Name of the model that is asked for."""
+        return self._client.model
+
+    def with_options(self, **options: Unpack[aio.Options]) -> Self:
+        """See `lenspool.Client.with_options`."""
+        return self._of(self._loop, self._client.with_options(**options))
 
     def models(self) -> list[ModelCard]:
         """See `lenspool.Client.models`."""
@@ -190,25 +230,29 @@ class Client:
         """See `lenspool.Client.norms`."""
         return self._loop.run(self._client.norms(hooks, prompts))
 
-    def capture(self, prompt: aio.Prompt, hooks: aio.Hooks, **options: Any) -> Capture:
+    def capture(self, prompt: aio.Prompt, hooks: aio.Hooks, **options: Unpack[aio.CaptureOptions]) -> Capture:
         """See `lenspool.Client.capture`."""
         return self._loop.run(self._client.capture(prompt, hooks, **options))
 
     @overload
-    def generate(self, prompt: aio.Prompt, *, n: Literal[1] = 1, **options: Any) -> Generation: ...
+    def generate(  # type: ignore[overload-overlap]  # 1 is the one int that gives no list
+        self, prompt: aio.Prompt, *, n: Literal[1] = 1, **options: Unpack[aio.GenerateOptions]
+    ) -> Generation: ...
 
     @overload
-    def generate(self, prompt: aio.Prompt, *, n: int, **options: Any) -> list[Generation]: ...
+    def generate(self, prompt: aio.Prompt, *, n: int, **options: Unpack[aio.GenerateOptions]) -> list[Generation]: ...
 
-    def generate(self, prompt: aio.Prompt, *, n: int = 1, **options: Any) -> Generation | list[Generation]:
+    def generate(
+        self, prompt: aio.Prompt, *, n: int = 1, **options: Unpack[aio.GenerateOptions]
+    ) -> Generation | list[Generation]:
         """See `lenspool.Client.generate`."""
         return self._loop.run(self._client.generate(prompt, n=n, **options))
 
-    def submit_capture(self, prompt: aio.Prompt, hooks: aio.Hooks, **options: Any) -> Job:
+    def submit_capture(self, prompt: aio.Prompt, hooks: aio.Hooks, **options: Unpack[aio.SubmitOptions]) -> Job:
         """See `lenspool.Client.submit_capture`."""
         return Job(self._loop, self._loop.run(self._client.submit_capture(prompt, hooks, **options)))
 
-    def submit_generate(self, prompt: aio.Prompt, **options: Any) -> Job:
+    def submit_generate(self, prompt: aio.Prompt, **options: Unpack[aio.SubmitGenerateOptions]) -> Job:
         """See `lenspool.Client.submit_generate`."""
         return Job(self._loop, self._loop.run(self._client.submit_generate(prompt, **options)))
 
@@ -216,7 +260,7 @@ class Client:
         """See `lenspool.Client.job`."""
         return Job(self._loop, self._client.job(id))
 
-    def stream(self, prompt: aio.Prompt, **options: Any) -> TokenStream:
+    def stream(self, prompt: aio.Prompt, **options: Unpack[aio.GenerateOptions]) -> TokenStream:
         """See `lenspool.Client.stream`."""
         return TokenStream(self._loop, self._client.stream(prompt, **options))
 
@@ -228,23 +272,40 @@ class Client:
 
         return self._loop.run(call())
 
-    def map(self, prompts: Iterable[aio.Prompt], hooks: aio.Hooks, **options: Any) -> Iterator[Any]:
+    def map(
+        self,
+        prompts: Iterable[aio.Prompt],
+        hooks: aio.Hooks,
+        *,
+        ordered: bool = True,
+        **options: Unpack[aio.ManyOptions],
+    ) -> Iterator[Any]:
         """See `lenspool.Client.map`."""
-        results = self._client.map(prompts, hooks, **options)
+        results = self._client.map(prompts, hooks, ordered=ordered, **options)
         return self._loop.iterate(lambda: results)
 
     def as_completed(
-        self, prompts: Iterable[aio.Prompt], hooks: aio.Hooks, **options: Any
+        self, prompts: Iterable[aio.Prompt], hooks: aio.Hooks, **options: Unpack[aio.ManyOptions]
     ) -> Iterator[tuple[int, Any]]:
         """See `lenspool.Client.as_completed`."""
         results = self._client.as_completed(prompts, hooks, **options)
         return self._loop.iterate(lambda: results)
 
-    def plan(self, prompts: Iterable[aio.Prompt], hooks: aio.Hooks, **options: Any) -> Plan:
+    def plan(
+        self,
+        prompts: Iterable[aio.Prompt],
+        hooks: aio.Hooks,
+        *,
+        positions: Any = "all",
+        interventions: aio.Interventions = (),
+        progress: bool = False,
+    ) -> Plan:
         """See `lenspool.Client.plan`."""
-        return self._loop.run(self._client.plan(prompts, hooks, **options))
+        return self._loop.run(
+            self._client.plan(prompts, hooks, positions=positions, interventions=interventions, progress=progress)
+        )
 
-    def dataset(self, name: str, rows: Any, hooks: aio.Hooks, **options: Unpack[DatasetOptions]) -> Dataset:
+    def dataset(self, name: str, rows: Any, hooks: aio.Hooks, **options: Unpack[aio.DatasetOptions]) -> Dataset:
         """See `lenspool.Client.dataset`."""
         return self._loop.run(self._client.dataset(name, rows, hooks, **options))
 
@@ -254,16 +315,24 @@ class Client:
 
 
 @contextlib.contextmanager
-def connect_local(model: str | Path, **options: Any) -> Iterator[Client]:
+def connect_local(
+    model: str | Path,
+    *,
+    store: str | Path | None = None,
+    engine: Mapping[str, Any] | None = None,
+    compiled: bool = False,
+    boot_timeout: float = 600.0,
+    **options: Unpack[WorkerOptions],
+) -> Iterator[Client]:
     """The sync twin of `lenspool.connect_local`; the same arguments."""
     loop = _Loop()
-    context = local.connect_local(model, **options)
+    context = local.connect_local(
+        model, store=store, engine=engine, compiled=compiled, boot_timeout=boot_timeout, **options
+    )
     try:
         inner = loop.run(context.__aenter__())
-        client = Client.__new__(Client)
-        client._loop, client._client = loop, inner
         try:
-            yield client
+            yield Client._of(loop, inner)
         finally:
             loop.run(context.__aexit__(None, None, None))
     finally:

@@ -26,12 +26,15 @@ class Terms:
         Seconds that it may wait, and run; None sets no limit of the caller's own.
     follow
         Take the job on the terms that it has: a limit of another caller is one of this caller, too.
+    trace
+        Trace context (`traceparent`) of who asks; a job keeps that of who asked first.
     """
 
     lane: Lane = "interactive"
     queue_timeout: float | None = None
     run_timeout: float | None = None
     follow: bool = False
+    trace: str = ""
 
     def __post_init__(self) -> None:
         if self.lane not in LANES:
@@ -46,6 +49,7 @@ class Terms:
             _longer(self.queue_timeout, other.queue_timeout),
             _longer(self.run_timeout, other.run_timeout),
             self.follow and other.follow,
+            self.trace,
         )
 
 

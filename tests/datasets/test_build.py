@@ -57,7 +57,6 @@ async def test_a_wrong_call_is_refused_whole(pool: FakePool, tmp_path: Path) -> 
         ("hooks", {"hooks": "no.such"}),
         ("name", {"name": "../x"}),
         ("chunk", {"chunk": 0}),
-        ("contexts", {"contexts": 3}),
         ("interventions[0].value", {"interventions": add("resid_post.0", [1.0] * 3)}),
         ("positions", {"positions": 2000}),
     ]
@@ -65,6 +64,8 @@ async def test_a_wrong_call_is_refused_whole(pool: FakePool, tmp_path: Path) -> 
         with pytest.raises(InvalidJob) as caught:
             await client.dataset(**{"name": "x", "rows": ROWS, "hooks": HOOKS, **options})
         assert caught.value.field == field
+    with pytest.raises(TypeError, match="did you mean 'context'"):
+        await client.dataset("x", ROWS, HOOKS, contexts=3)  # type: ignore[call-arg]
     with pytest.raises(InvalidJob, match="does not reach"):
         await FakePool().client().dataset("x", ROWS, HOOKS, folder=tmp_path / "x")
 

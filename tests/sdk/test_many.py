@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import io
-import sys
 from collections.abc import Iterator
 
 import pytest
 
-from lenspool.many import in_flight, progress_bar
+from lenspool.many import in_flight
 
 
 async def test_no_more_is_drawn_than_is_in_flight() -> None:
@@ -68,32 +66,3 @@ async def test_errors_take_their_place_or_end_it_all() -> None:
         async for _ in pairs:
             break
     assert cancelled[2:] == [3, 4]
-
-
-class _Terminal(io.StringIO):
-    def __init__(self) -> None:
-        super().__init__()
-        self.writes = 0
-
-    def isatty(self) -> bool:
-        return True
-
-    def write(self, text: str) -> int:
-        self.writes += 1
-        return super().write(text)
-
-
-@pytest.mark.parametrize(("terminal", "show"), [(True, True), (True, False), (False, True)])
-def test_a_bar_is_drawn_for_who_sees_it(monkeypatch: pytest.MonkeyPatch, terminal: bool, show: bool) -> None:
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(sys, "stderr", _Terminal() if terminal else io.StringIO())
-    items = range(5000)
-    with progress_bar(show, items, "capture") as advance:
-        for _ in items:
-            advance()
-    text = sys.stderr.getvalue()  # type: ignore[attr-defined]
-    if terminal and show:
-        assert "capture" in text and "5000/5000" in text and "/s" in text
-        assert sys.stderr.writes < 200  # type: ignore[attr-defined]
-    else:
-        assert text == ""

@@ -9,9 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-import lenspool.sync
 from lenspool.card import ModelCard
-from lenspool.client import Client
 from lenspool.errors import EngineFailed
 from lenspool.logprobs import Logprobs
 from lenspool.result import Generation
@@ -125,14 +123,6 @@ async def test_errors_are_raised_by_the_loop_and_leaving_it_ends_the_call(card: 
         async for _ in stream:
             break
     assert ended.is_set()
-
-
-def test_the_sync_twins_have_everything() -> None:
-    """But for closing, which the context does."""
-    for asynchronous, twin in ((Client, lenspool.sync.Client), (TokenStream, lenspool.sync.TokenStream)):
-        wanted = {name for name in vars(asynchronous) if not name.startswith("_")} - {"close", "aclose"}
-        assert wanted and wanted <= set(vars(twin)) and hasattr(twin, "__exit__")
-    assert {"token_ids", "text", "exact"} <= set(vars(lenspool.sync.TokenStream))
 
 
 def test_log_probabilities_survive_their_json_form() -> None:

@@ -46,7 +46,7 @@ _CLAIM_BYTES = 32_000_000
 _COSTS = (1, 8)
 """Turns that a job of the interactive and of the batch lane takes: under floods in both, they get 8 jobs to 1."""
 
-_SCHEDULED = (b"lane", b"client")
+_SCHEDULED = (b"lane", b"client", b"traceparent")
 
 End = Literal["finished", "failed", "stopped", "abandoned", "requeued", "retried", "lost"]
 """How a run ended. `abandoned`: stopped because nobody waits for it; `requeued`: the worker leaves, the job is not
@@ -61,6 +61,8 @@ class Entry:
     ----------
     lane, client
         The lane that it waited in, and of which client; empty for jobs that no lenspool client sent.
+    trace
+        Trace context of the call that it was made for; empty where nothing is traced.
     begun
         Its task has taken its first step: one cancelled before would end without running a line of its own.
     over
@@ -79,6 +81,7 @@ class Entry:
     suspect: bool = False
     lane: str = ""
     client: str = ""
+    trace: str = ""
     task: asyncio.Task[None] | None = None
     begun: bool = False
     over: bool = False
@@ -205,7 +208,8 @@ class Ledger:
                 pipeline.persist(job.key)
                 pipeline.lrem(self.queue.intermediate_queue_key, 1, job_id)
                 entry = Entry(job, document, execution, suspect=job.retries_left == 1)
-                entry.lane, entry.client = (fields.get(name, b"").decode(errors="replace") for name in _SCHEDULED)
+                said = (fields.get(name, b"").decode(errors="replace") for name in _SCHEDULED)
+                entry.lane, entry.client, entry.trace = said
                 entries.append(entry)
             self._worker.set_state(WorkerStatus.BUSY, pipeline=pipeline)
             pipeline.execute()

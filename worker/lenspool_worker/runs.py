@@ -11,6 +11,7 @@ from typing import Any
 
 from rq.utils import now
 
+from lenspool import spans
 from lenspool.errors import DeadlineExceeded, EngineFailed, JobCancelled, LenspoolError, to_wire
 from lenspool.rq_json import StrictJSON
 from lenspool_worker.ledger import End, Entry
@@ -141,7 +142,9 @@ class Runs:
         clock = asyncio.timeout(limit if limit and limit > 0 else None)
         try:
             async with clock:
-                value = await self._handler(entry.document, entry.job.id)
+                with spans.running(entry.job.id, entry.document, entry.lane, entry.trace) as span:
+                    value = await self._handler(entry.document, entry.job.id)
+                    spans.ran(span, value)
         except TimeoutError:
             if not clock.expired():
                 raise

@@ -9,6 +9,7 @@ import os
 import socket
 import time
 import uuid
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -39,6 +40,8 @@ log = logging.getLogger(__name__)
 
 TOKENIZER_TTL = 24 * 3600
 _STATS_EVERY = 1.0
+_BUSY_READINGS = 60
+"""Readings of the engine at work whose upper quartile says how fast it is: many are of seconds that it partly idled."""
 _REFRESH = 60.0
 """Seconds between two writings of the tokenizer: a Redis that came back empty has it again after one."""
 
@@ -205,6 +208,7 @@ async def _keep_stats(
 ) -> None:
     """Write counters into the card, which the next heartbeat publishes."""
     counts: dict[str, Any] = {}
+    busy: deque[float] = deque(maxlen=_BUSY_READINGS)
     while True:
         before, since = counts, published.get("stats", {}).get("time", 0.0)
         try:
@@ -212,11 +216,14 @@ async def _keep_stats(
             state = "serving"
         except EngineFailed:
             state = "restarting"
+        rates = _rates(before, counts, time.time() - since)
+        busy.extend([rates["tokens_per_s"]] if rates["tokens_per_s"] and since else [])
         published["stats"] = {
             **counts,
             **worker.stats,
             **runner.rows,
-            **_rates(before, counts, time.time() - since),
+            **rates,
+            "busy_tokens_per_s": sorted(busy)[3 * len(busy) // 4] if busy else 0.0,
             "state": state,
             "restarts": supervisor.restarts,
             "time": time.time(),

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from lenspool import entries
 from lenspool import readouts as ro
+from lenspool.arguments import Manner, check_names
 from lenspool.card import ModelCard
 from lenspool.datasets.folder import VERSION, Folder
 from lenspool.datasets.manifest import Dataset, pin_name
@@ -22,15 +23,15 @@ from lenspool.datasets.sources import Source, SourceRow, digest
 from lenspool.errors import CacheFull, InvalidJob, LenspoolError, PoolUnavailable, QueueFull
 from lenspool.interventions import ArrayRef, Intervention, as_float32
 from lenspool.job import Request, closed
-from lenspool.many import in_flight, progress_bar
+from lenspool.many import in_flight
+from lenspool.progress import progress_bar
 from lenspool.readouts import Readout
 from lenspool.result import Capture
 from lenspool.sampling import check_integer
-from lenspool.terms import Terms
 from lenspool_cache import Store, array_digest
 
 if TYPE_CHECKING:
-    from lenspool.client import Client
+    from lenspool.client.requesting import Requesting
 
 _OPEN_CHUNKS = 3
 """Chunks that are worked on at once: while one waits for its last rows, the next ones keep the pool busy."""
@@ -46,8 +47,7 @@ class Asked:
     hooks: list[str | Readout]
     positions: Any
     interventions: list[Intervention]
-    timeout: float | None
-    terms: Terms
+    how: Manner
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,14 @@ class Build:
     """One process's part in making a dataset."""
 
     def __init__(
-        self, client: Client, folder: Folder, store: Store, source: Source, asked: Asked, packing: Packing, chunk: int
+        self,
+        client: Requesting,
+        folder: Folder,
+        store: Store,
+        source: Source,
+        asked: Asked,
+        packing: Packing,
+        chunk: int,
     ) -> None:
         self._client, self._folder, self._store = client, folder, store
         self._source, self._asked, self._packing, self._chunk_rows = source, asked, packing, chunk
@@ -256,7 +263,8 @@ class Build:
 
     async def _request(self, tokens: list[int]) -> Request:
         asked = self._asked
-        _, request = await self._client._request(tokens, asked.hooks, asked.positions, asked.interventions)
+        options = {"positions": asked.positions, "interventions": asked.interventions}
+        _, request = await self._client._request(tokens, asked.hooks, options)
         return request
 
     async def _answer(self, request: Request) -> set[bytes]:
@@ -265,7 +273,7 @@ class Build:
         async with self._seats:
             while True:
                 try:
-                    await desk.answer(request, Capture, self._asked.timeout, self._asked.terms)
+                    await self._client._answered(desk, request, Capture, self._asked.how)
                     found = await asyncio.to_thread(self._store.lookup, request.run, request.hooks)
                     keys = {segment.key for segments in found.values() for segment in segments}
                     return keys - {request.run.entry(name) for name in request.hooks}
@@ -300,10 +308,9 @@ def _line(sequence: Sequence, request: Request) -> dict[str, Any]:
     return document
 
 
-async def build(client: Client, name: str, rows: Any, hooks: Any, **options: Unpack[DatasetOptions]) -> Dataset:
+async def build(client: Requesting, name: str, rows: Any, hooks: Any, **options: Unpack[DatasetOptions]) -> Dataset:
     """See `Client.dataset`."""
-    if unknown := options.keys() - DatasetOptions.__annotations__.keys():
-        raise InvalidJob(min(unknown), "is no option of a dataset", ", ".join(DatasetOptions.__annotations__))
+    check_names("dataset", options, DatasetOptions)
     card, desk = await client._connect()
     folder = place_of(desk.access.store, name, options.get("folder"))
     store = desk.access.store
@@ -315,8 +322,7 @@ async def build(client: Client, name: str, rows: Any, hooks: Any, **options: Unp
         hooks=[hooks] if isinstance(hooks, (str, Readout)) else list(hooks),
         positions=options.get("positions", "all"),
         interventions=[interventions] if isinstance(interventions, Intervention) else list(interventions),
-        timeout=options.get("timeout"),
-        terms=Terms(options.get("lane", "batch"), options.get("queue_timeout"), options.get("run_timeout")),
+        how=client._manner({"lane": "batch", **client._options, **options}),
     )
     source = Source(rows, options.get("prompt", "text"), options.get("columns"))
     lengths = (options.get(length) for length in ("context", "separator", "begin", "max_length"))

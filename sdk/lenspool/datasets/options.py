@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypedDict
 
-from lenspool.interventions import Intervention
-from lenspool.terms import Lane
+from lenspool.arguments import CaptureOptions
 
 
-class DatasetOptions(TypedDict, total=False):
-    """Options of a dataset job.
+class DatasetOptions(CaptureOptions, total=False):
+    """Arguments of `Client.dataset`: those of `CaptureOptions` for each sequence (the lane is `"batch"`), and these.
 
     Attributes
     ----------
@@ -19,8 +17,6 @@ class DatasetOptions(TypedDict, total=False):
         Column that holds the prompt, where rows are mappings; default `"text"`.
     columns
         Other columns that are kept, by row; default all. Their values must be JSON.
-    positions, interventions
-        As in `Client.capture`; of a packed sequence, its own positions.
     context
         Pack rows one behind the other into sequences of so many tokens; default: a sequence for each row. Text is then
         tokenized without the special tokens that a prompt gets; the last sequence of a chunk may be shorter.
@@ -35,15 +31,11 @@ class DatasetOptions(TypedDict, total=False):
     folder
         Where the dataset is; default `datasets/<name>` in the store's folder.
     progress
-        Show a bar with rate and time left on stderr, in a terminal or notebook only.
-    lane, timeout, queue_timeout, run_timeout
-        As in `Client.capture`, for each sequence; the lane is `"batch"`, and there are no limits.
+        Show a bar with rate and time left, in a terminal (on stderr) or notebook only.
     """
 
     prompt: str
     columns: Sequence[str] | None
-    positions: Any
-    interventions: Intervention | Iterable[Intervention]
     context: int | None
     separator: int | str | None
     begin: int | str | None
@@ -52,7 +44,3 @@ class DatasetOptions(TypedDict, total=False):
     concurrency: int
     folder: str | Path | None
     progress: bool
-    lane: Lane
-    timeout: float | None
-    queue_timeout: float | None
-    run_timeout: float | None

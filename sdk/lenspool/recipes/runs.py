@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from lenspool.interventions import Intervention
-from lenspool.many import in_flight, progress_bar
+from lenspool.many import in_flight
+from lenspool.progress import progress_bar
 from lenspool.recipes.metrics import Measure
 from lenspool.sampling import check_integer
 

@@ -6,20 +6,19 @@ import asyncio
 import hashlib
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
 from lenspool.access import Found
 from lenspool.answer import Desk
+from lenspool.arguments import Manner
 from lenspool.card import ModelCard
 from lenspool.client import Client
 from lenspool.errors import InvalidJob, PoolUnavailable
 from lenspool.handle import Job
 from lenspool.job import Request, closed
 from lenspool.result import Reader
-from lenspool.terms import Terms
 from lenspool.testing.fake_model import byte_tokenizer, fake_card
 from lenspool.testing.fake_rows import fake_rows
 from lenspool_cache import Store
@@ -102,14 +101,12 @@ class _FakeClient(Client):
     def __init__(self, pool: FakePool) -> None:
         super().__init__("redis://fake.invalid", store=False, patience=0.0)
         self._pool = pool
-        self._ready = pool.card, Desk(self._queue, self._feed, pool, byte_tokenizer())
+        self._shared.ready = pool.card, Desk(self._queue, self._feed, pool, byte_tokenizer())
 
-    async def __aenter__(self) -> Self:
-        return self
+    async def _open(self) -> None:
+        return None
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def close(self) -> None:
         return None
 
     async def models(self) -> list[ModelCard]:
@@ -118,7 +115,10 @@ class _FakeClient(Client):
     async def status(self) -> list[dict[str, Any]]:
         raise PoolUnavailable("a fake pool has no queue")
 
-    async def _submit(self, request: Request, terms: Terms) -> Job[Any]:
+    async def _rate(self) -> None:
+        return None
+
+    async def _submit(self, request: Request, how: Manner) -> Job[Any]:
         raise PoolUnavailable("a fake pool has no queue")
 
 
