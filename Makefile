@@ -12,7 +12,7 @@ DEVICE ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
 export HF_HUB_OFFLINE ?= 1
 export VLLM_NO_USAGE_STATS ?= 1
 
-.PHONY: install demo test parity lint format bench bench-queue consumers dataset-proof dataset-memory clean
+.PHONY: install demo test test-redis chaos parity lint format bench bench-queue consumers dataset-proof dataset-memory clean
 
 install: $(STAMP)
 
@@ -38,8 +38,17 @@ lint: install
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 
+# Two processes, a core each; tests of one engine stay together.
 test: lint
-	$(PY) -m pytest
+	OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(PY) -m pytest -n 2 --dist loadgroup
+
+# The queue's tests again, against Debian's redis-server.
+test-redis: install
+	LENSPOOL_REDIS_SERVER=$$(command -v redis-server) $(PY) -m pytest tests/queue
+
+# Real workers under load while they, their engines, clients and the server are killed and suspended (some ten minutes).
+chaos: install
+	$(PY) -m tests.chaos --report docs/reliability.md
 
 bench: install
 	$(PY) benchmarks/capture.py

@@ -1,4 +1,4 @@
-"""The real model that the tests run, prepared once."""
+"""The real model that the tests run, prepared once; and which tests share a process."""
 
 from __future__ import annotations
 
@@ -8,6 +8,22 @@ from pathlib import Path
 import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+SHARED = ("client", "engine")
+"""Session fixtures that take long to start: all tests that use one run in one process."""
+
+LONGEST = ("client", "engine", "tests/families/test_parity.py")
+
+
+@pytest.hookimpl(tryfirst=True)  # xdist reads the marks in the same hook
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give processes of `-n` (pytest-xdist) whole modules, and those of one engine together; the longest first."""
+    groups = {}
+    for item in items:
+        fixtures = getattr(item, "fixturenames", ())
+        groups[item] = next((name for name in SHARED if name in fixtures), item.nodeid.partition("::")[0])
+        item.add_marker(pytest.mark.xdist_group(groups[item]))
+    items.sort(key=lambda item: LONGEST.index(groups[item]) if groups[item] in LONGEST else len(LONGEST))
 
 
 @pytest.fixture(scope="session")

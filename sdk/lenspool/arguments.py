@@ -19,7 +19,7 @@ Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int] | np.ndarray
 Hooks = str | Readout | Iterable[str | Readout]
 """What to capture: names, aliases, short forms, globs, and readouts."""
 
-Interventions = Intervention | Iterable[Intervention]
+Interventions = Intervention | Iterable[Intervention] | None
 
 
 class _Run(TypedDict, total=False):

@@ -1,4 +1,8 @@
-"""A Valkey server of one's own: unix socket only, in a private folder, gone when its parent is gone."""
+"""A Valkey server of one's own: unix socket only, in a private folder, gone when its parent is gone.
+
+`LENSPOOL_REDIS_SERVER` names another server program than the Valkey that came with the package, e.g. Debian's
+`redis-server`.
+"""
 
 from __future__ import annotations
 
@@ -32,6 +36,10 @@ rm -rf -- "$PRIVATE"
 """
 """Run the server beside a read of stdin. A death signal (prctl) would follow the thread that started it, not the
 process, and exists on Linux only."""
+
+
+def _program() -> str:
+    return os.environ.get("LENSPOOL_REDIS_SERVER") or str(get_binary_path())
 
 
 class Broker:
@@ -93,7 +101,7 @@ class Broker:
         }
         arguments = [text for name, value in options.items() for text in (f"--{name}", value)]
         self._process = subprocess.Popen(
-            ["/bin/sh", "-c", _FOLLOW_PARENT, "sh", str(get_binary_path()), *arguments],
+            ["/bin/sh", "-c", _FOLLOW_PARENT, "sh", _program(), *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, "PRIVATE": str(self._private)},
@@ -103,7 +111,7 @@ class Broker:
             log = self._private / "log"
             text = log.read_text(errors="replace")[-2000:] if log.exists() else ""
             self.stop()
-            raise PoolUnavailable(f"the Valkey server did not start:\n{text}")
+            raise PoolUnavailable(f"{_program()} did not start:\n{text}")
         return self
 
     def _answers(self) -> bool:

@@ -243,3 +243,22 @@ def as_number(value: Any, field: str) -> float:
     if not math.isfinite(number):
         raise InvalidJob(field, f"got {number}", "a finite number")
     return number + 0.0
+
+
+def listed(interventions: Intervention | Iterable[Intervention] | None) -> list[Intervention]:
+    """The argument of a call as a list; None is none.
+
+    Raises
+    ------
+    InvalidJob
+        It is neither an intervention nor some of them.
+    """
+    if interventions is None:
+        return []
+    if isinstance(interventions, Intervention):
+        return [interventions]
+    try:
+        return list(interventions)
+    except TypeError:
+        kind = type(interventions).__name__
+        raise InvalidJob("interventions", f"got {kind}", "lenspool.add, scale, ..., or a list of them") from None

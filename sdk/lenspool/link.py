@@ -94,14 +94,16 @@ class Link:
     async def open(self, patience: float) -> None:
         """Connect, or raise PoolUnavailable."""
         end = time.monotonic() + min(patience, _OPEN_S)
+        said = "no answer"
         while True:
             try:
                 async with asyncio.timeout(max(end - time.monotonic(), 0.1)):
                     await self.redis.ping()
                 break
             except NO_ANSWER as error:
+                said = str(error) or said  # the last try may be cut short before it can say why
                 if time.monotonic() > end:
-                    raise PoolUnavailable(f"Redis cannot be reached: {error or 'no answer'}") from error
+                    raise PoolUnavailable(f"Redis cannot be reached: {said}") from error
             except redis.exceptions.RedisError as error:
                 raise PoolUnavailable(f"Redis refuses the client: {error}") from error
             await asyncio.sleep(0.2)
@@ -162,7 +164,7 @@ class Link:
                 replies = await self._execute(batch) if batch else []
                 break
             except NO_ANSWER as error:
-                log.warning("Redis does not answer: %s", error or type(error).__name__)
+                log.warning("Redis does not answer: %s", str(error) or type(error).__name__)
             await asyncio.sleep(delay)
             delay = min(delay * 2, 1.0)
         if batch:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lenspool.errors import InvalidJob
-from lenspool.interventions import Intervention
+from lenspool.interventions import Intervention, listed
 from lenspool.tokenizer import Tokenizer
 
 _CHARACTER_TOKENS = 8
@@ -91,7 +91,7 @@ def decoded(tokens: Sequence[int], tokenizer: Tokenizer) -> tuple[str, list[tupl
 
 def located(
     positions: Any,
-    interventions: Intervention | Iterable[Intervention],
+    interventions: Intervention | Iterable[Intervention] | None,
     tokens: Sequence[int],
     tokenizer: Tokenizer | None,
 ) -> tuple[Any, list[Intervention]]:
@@ -102,7 +102,7 @@ def located(
     InvalidJob
         A text is not in the prompt, or there is no tokenizer.
     """
-    items = [interventions] if isinstance(interventions, Intervention) else list(interventions)
+    items = listed(interventions)
     out = []
     for i, item in enumerate(items):
         if isinstance(item, Intervention):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from lenspool import hooks as hk
 from lenspool import positions as ps
 from lenspool.errors import InvalidJob
-from lenspool.interventions import Intervention
+from lenspool.interventions import Intervention, listed
 from lenspool.job import tokenize
 from lenspool.readouts import norm
 
@@ -53,10 +53,10 @@ async def mean_norms(client: Many, hooks: Sequence[str], prompts: Iterable[Any] 
 
 
 async def resolved(
-    client: Many, prompt: Any, interventions: Intervention | Iterable[Intervention]
+    client: Many, prompt: Any, interventions: Intervention | Iterable[Intervention] | None
 ) -> tuple[list[Intervention], Mapping[str, float]]:
     """Interventions without `swap_rows`, and the norms of hooks that some of them are relative to."""
-    items = [interventions] if isinstance(interventions, Intervention) else list(interventions)
+    items = listed(interventions)
     card, desk = await client._connect()
     norms: dict[str, float] = {}
     relative = [item for item in items if isinstance(item, Intervention) and item.options.get("relative") is not None]

@@ -75,7 +75,7 @@ class TokenFeed:
                 pipeline.expire(self._wake, keys.DONE_TTL)
                 await pipeline.execute()
         except (*NO_ANSWER, redis.exceptions.RedisError) as error:
-            log.warning("tokens of job %s will come at its end only: %s", job_id, error or type(error).__name__)
+            log.warning("tokens of job %s will come at its end only: %s", job_id, str(error) or type(error).__name__)
 
     async def _read(self) -> None:
         """Read on, for as long as somebody is told."""

@@ -52,7 +52,7 @@ class Watch:
                     await self._look_for_workers()
                 self._queue.link.contact = time.monotonic()
             except (redis.exceptions.RedisError, TimeoutError, OSError) as error:
-                log.warning("sweep: %s", error or type(error).__name__)
+                log.warning("sweep: %s", str(error) or type(error).__name__)
             except Exception:
                 log.exception("sweep failed; the next one follows")
             silent = time.monotonic() - self._queue.link.contact

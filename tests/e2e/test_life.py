@@ -22,6 +22,7 @@ import lenspool
 import lenspool.sync
 from lenspool import Client, PoolUnavailable
 from lenspool.broker import Broker
+from tests import tiny_llama
 from tests.e2e.conftest import relative
 
 HOOKS = ["blocks.*.hook_resid_post", "logits"]
@@ -29,22 +30,7 @@ HOOKS = ["blocks.*.hook_resid_post", "logits"]
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama of two layers, without a tokenizer."""
-    config = transformers.LlamaConfig(
-        vocab_size=500,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        max_position_embeddings=512,
-        tie_word_embeddings=False,
-    )
-    torch.manual_seed(0)
-    folder = tmp_path_factory.mktemp("models") / "Tiny_Llama"
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
+    return tiny_llama.save(tmp_path_factory.mktemp("models") / "Tiny_Llama")
 
 
 @contextlib.contextmanager
@@ -110,7 +96,7 @@ async def test_sigterm_in_the_middle_of_work_loses_nothing(tiny: Path, broker: B
         assert relative(capture["logits"], expected.logits[0].numpy()) <= 1e-5
     for i, generation in enumerate(generations):
         assert generation.prompt_token_ids == [5, i] and len(generation.token_ids) == 400
-        assert generation["resid_post.1"].shape == (401, 64)
+        assert generation["resid_post.1"].shape == (401, 128)
 
 
 async def test_killed_worker_is_not_noticed_when_there_is_another(tiny: Path, broker: Broker, tmp_path: Path) -> None:
@@ -144,7 +130,7 @@ def test_sync_twin_and_embedded_pool(tiny: Path, tmp_path: Path) -> None:
     options = {"name": "mine", "client_queue": 7, "metrics_port": 0}
     with lenspool.sync.connect_local(tiny, store=tmp_path / "store", **options) as client:
         first = client.capture([1, 2, 3], HOOKS)
-        assert first["logits"].shape == (3, 500)
+        assert first["logits"].shape == (3, 1000)
         assert [r.cached for r in client.map([[1, 2, 3], [4]], HOOKS)] == [True, False]
         assert client.models()[0].name == "mine"
         with pytest.raises(lenspool.InvalidJob, match="tokenizer"):

@@ -18,9 +18,9 @@ async def test_each_client_gets_its_model_and_the_budget_is_kept(
     tmp_path: Path,
 ) -> None:
     store = tmp_path / "store"
-    prompts = [[5, i, *range(1, 199)] for i in range(30)]  # 200 x 500 logits in float32: 400 kB each
+    prompts = [[5, i, *range(1, 199)] for i in range(30)]  # 200 x 1000 logits in float32: 800 kB each
     with (
-        worker(tiny, broker.url, store, "--name", "one", "--held-bytes", "500000"),
+        worker(tiny, broker.url, store, "--name", "one", "--held-bytes", "1000000"),
         worker(tiny, broker.url, store, "--name", "two", "--per-client", "4"),
     ):
         async with Client(broker.url, model="one") as one, Client(broker.url, model="two") as two:
@@ -33,9 +33,9 @@ async def test_each_client_gets_its_model_and_the_budget_is_kept(
                 ),
                 120,
             )
-            assert all(capture["logits"].shape == (200, 500) for capture in budgeted)
+            assert all(capture["logits"].shape == (200, 1000) for capture in budgeted)
             assert len({np.float64(capture["logits"][1]).sum() for capture in budgeted}) == len(prompts)
-            assert all(capture["resid_post.1"].shape == (200, 64) for capture in free)
+            assert all(capture["resid_post.1"].shape == (200, 128) for capture in free)
             await asyncio.sleep(2.0)  # counters are read each second
             stats = {row["model"].split("@")[0]: row["workers"][0] for row in await one.status()}
             assert stats["one"]["max_batch"] == 1

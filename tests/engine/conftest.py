@@ -13,6 +13,7 @@ import pytest_asyncio
 
 from lenspool_cache import Store
 from lenspool_worker.engine import Engine
+from tests import tiny_llama as tiny_llama_model
 from tests.engine.asking import Asker, Prompts
 from tests.engine.oracle import Oracle
 
@@ -68,22 +69,4 @@ def prompts(smollm2: Path) -> Prompts:
 
 @pytest.fixture(scope="session")
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama of 4 layers, d_model 128, 4 heads and 2 KV heads, without a tokenizer."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=1000,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        initializer_range=0.1,  # large enough for attention and logits that differ from token to token
-        tie_word_embeddings=False,
-    )
-    folder = tmp_path_factory.mktemp("models") / "tiny-llama"
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
+    return tiny_llama_model.save(tmp_path_factory.mktemp("models") / "tiny-llama")

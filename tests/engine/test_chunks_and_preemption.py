@@ -16,6 +16,7 @@ from tests.engine.asking import Asker, Prompts, Rows, relative, worst
 from tests.engine.conftest import booted
 from tests.engine.edit_cases import OPS, Case, Cases, check, closed
 from tests.engine.oracle import Oracle
+from tests.engine.test_sampling import asked, check_logprobs, check_prompt
 
 BUDGET = 64
 GENERATED = 20
@@ -87,6 +88,19 @@ async def test_preempted_edits_apply_again(tight: Asker, store: Store, smollm2: 
     assert (await tight.settled())["preemptions"] > before["preemptions"]
     for (prompt, case), (tokens, rows) in zip(cases, answers, strict=True):
         check(prompt, tokens, rows, [case[1]], exact)
+
+
+async def test_log_probabilities_over_chunks_and_preemptions(tight: Asker, oracle: Oracle, prompts: Prompts) -> None:
+    for length in (64, 65, 129, 300):
+        await check_prompt(tight, oracle, prompts([length])[0])
+    before = await tight.settled()
+    crowd = prompts([20, 27, 30, 31, 33, 47, 60, 62, 63, 64, 65, 90, 93, 94, 120, 129])
+    made = await asyncio.gather(*(asked(tight, prompt, 20, logprobs=3, prompt_logprobs=3) for prompt in crowd))
+    assert (await tight.settled())["preemptions"] > before["preemptions"]
+    for prompt, got in zip(crowd, made, strict=True):
+        logits = oracle.run([*prompt, *got["token_ids"][:-1]])["unembed.hook_out"]
+        check_logprobs(got["prompt_logprobs"], logits[: len(prompt) - 1], prompt[1:], 3)
+        check_logprobs(got["logprobs"], logits[len(prompt) - 1 :], got["token_ids"], 3)
 
 
 @pytest.mark.parametrize("length", [BUDGET - 1, BUDGET, BUDGET + 1, 2 * BUDGET + 1, 3 * BUDGET + 1, 400])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,6 @@ from lenspool.logprobs import Logprobs
 from lenspool_cache import Store
 from lenspool_worker.generation import Follower
 from tests.engine.asking import Asker, Prompts, relative
-from tests.engine.conftest import booted
 from tests.engine.oracle import Oracle
 
 TOLERANCE = 2e-4
@@ -97,23 +95,6 @@ async def test_log_probabilities_show_edits(engine: Asker, oracle: Oracle, promp
     logits = oracle.run(whole, [(HOOK, lambda x: x + torch.from_numpy(vector), [(10, None)])])[LOGITS]
     check_logprobs(made["prompt_logprobs"], logits[:39], prompt[1:], 2)
     check_logprobs(made["logprobs"], logits[39:], made["token_ids"], 2)
-
-
-async def test_log_probabilities_over_chunks_and_preemptions(
-    smollm2: Path, store: Store, oracle: Oracle, prompts: Prompts
-) -> None:
-    options = {"max_model_len": 512, "max_num_batched_tokens": 64, "max_num_seqs": 32}
-    async with booted(smollm2, store, block_size=32, num_gpu_blocks_override=18, **options) as tight:
-        for length in (64, 65, 129, 300):
-            await check_prompt(tight, oracle, prompts([length])[0])
-        before = await tight.settled()
-        crowd = prompts([20, 27, 30, 31, 33, 47, 60, 62, 63, 64, 65, 90, 93, 94, 120, 129])
-        made = await asyncio.gather(*(asked(tight, prompt, 20, logprobs=3, prompt_logprobs=3) for prompt in crowd))
-        assert (await tight.settled())["preemptions"] > before["preemptions"]
-    for prompt, got in zip(crowd, made, strict=True):
-        logits = oracle.run([*prompt, *got["token_ids"][:-1]])[LOGITS]
-        check_logprobs(got["prompt_logprobs"], logits[: len(prompt) - 1], prompt[1:], 3)
-        check_logprobs(got["logprobs"], logits[len(prompt) - 1 :], got["token_ids"], 3)
 
 
 async def test_a_seed_gives_the_same_tokens_in_another_batch(engine: Asker, prompts: Prompts) -> None:

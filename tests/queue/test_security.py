@@ -82,8 +82,9 @@ async def test_users_of_the_acl_file_can_do_their_work(guarded: Pool) -> None:
         assert worker.stats["committed"] == 53
         assert queue._watch._unserved == {}
         await queue.close()
-    denied = [line for line in guarded.redis.acl_log() if line["username"] in ("client", "worker")]
-    assert denied == []
+    denied = {line["object"] for line in guarded.redis.acl_log() if line["username"] in ("client", "worker")}
+    # redis-py does without it, and a file that allows it is refused by Redis 7.0, which has no such command
+    assert denied <= {"client|setinfo"}
 
 
 @pytest.mark.parametrize(
@@ -174,7 +175,7 @@ async def test_client_and_worker_over_tls(pool: Pool, certificate: tuple[Path, P
             await running.cancel()
         await queue.close()
         with pytest.raises(PoolUnavailable, match=r"(?i)certificate"):  # one that nobody vouches for
-            await JobQueue(f"rediss://localhost:{port}", patience=0.5).open()
+            await JobQueue(f"rediss://localhost:{port}", patience=3.0).open()
 
 
 # -- servers that let strangers in

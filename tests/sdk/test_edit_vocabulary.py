@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 import numpy as np
@@ -216,7 +217,7 @@ REFUSED: list[tuple[Intervention, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("item", "field"), REFUSED, ids=lambda value: str(value)[:60])
+@pytest.mark.parametrize(("item", "field"), REFUSED, ids=lambda value: re.sub(" at 0x.*", "", str(value))[:60])
 def test_refusals_name_the_field(wide: ModelCard, item: Intervention, field: str) -> None:
     options = {"norms": {HOOK: 1.0}}
     with pytest.raises(InvalidJob) as error:

@@ -72,6 +72,12 @@ async def test_generations_streams_and_many() -> None:
         assert (await client.norms("resid_post.0"))["blocks.0.hook_resid_post"] > 0
 
 
+async def test_no_interventions_may_be_none() -> None:
+    client = FakePool().client()
+    await client.capture(TEXT, "embed")
+    assert (await client.capture(TEXT, "embed", interventions=None)).cached
+
+
 async def test_wrong_calls_are_refused_as_by_a_real_pool() -> None:
     client = FakePool().client()
     with pytest.raises(UnknownHook):
@@ -80,6 +86,8 @@ async def test_wrong_calls_are_refused_as_by_a_real_pool() -> None:
         await client.capture(TEXT, "embed", positions=99)
     with pytest.raises(InvalidJob, match="shape"):
         await client.capture(TEXT, "embed", interventions=add("embed", np.ones(15)))
+    with pytest.raises(InvalidJob, match="interventions: got int"):
+        await client.capture(TEXT, "embed", interventions=7)  # type: ignore[arg-type]
     with pytest.raises(InvalidJob, match="log-probabilities"):
         await client.generate(TEXT, logprobs=1)
     for call in (client.status(), client.submit_capture(TEXT, "embed")):

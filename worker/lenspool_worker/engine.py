@@ -30,6 +30,7 @@ from lenspool_worker.boot import booted
 from lenspool_worker.generation import GREEDY, Follower, generated, parameters
 from lenspool_worker.instrument import SPEC
 from lenspool_worker.parallel import joined
+from lenspool_worker.plugins import keep_out_taps
 from lenspool_worker.verdicts import Verdicts, gone, wanted
 
 log = logging.getLogger(__name__)
@@ -136,6 +137,7 @@ class Engine:
     async def _start(self) -> None:
         for name, value in (("VLLM_NO_USAGE_STATS", "1"), ("VLLM_LOGGING_LEVEL", "WARNING")):
             os.environ.setdefault(name, value)
+        keep_out_taps()
         from vllm.v1.engine.async_llm import AsyncLLM  # heavy
 
         from lenspool_worker.settings import describe, engine_arguments

@@ -68,8 +68,6 @@ class Settings:
         Bytes of rows that the jobs in flight may hold together; default a quarter of the machine's memory.
     metrics_port
         Port of the Prometheus endpoint, on loopback; None opens none, 0 any free one.
-    cache_bytes, cache_days
-        New limits of the store, 0 for none; with None it keeps those that it has.
     """
 
     model: str

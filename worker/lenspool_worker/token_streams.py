@@ -78,7 +78,7 @@ class TokenStreams:
                 async with asyncio.timeout(_IO_S):
                     before = await self._redis.zrangebyscore(self._streamed, time.time(), "+inf")
             except (redis.exceptions.RedisError, OSError, TimeoutError) as error:
-                log.warning("streamed jobs: %s", error or type(error).__name__)
+                log.warning("streamed jobs: %s", str(error) or type(error).__name__)
                 continue
             for job_id in before:
                 self._hear(job_id.decode())

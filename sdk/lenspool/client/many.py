@@ -12,7 +12,7 @@ from lenspool.datasets.build import build, place_of
 from lenspool.datasets.manifest import Dataset
 from lenspool.datasets.options import DatasetOptions
 from lenspool.hooks import resolve
-from lenspool.interventions import Intervention
+from lenspool.interventions import listed
 from lenspool.many import in_flight
 from lenspool.plan import Plan, Tally
 from lenspool.progress import progress_bar
@@ -119,7 +119,7 @@ class Many(Calls):
             A prompt or another argument is wrong.
         """
         names = [hooks] if isinstance(hooks, (str, Readout)) else list(hooks)
-        items = [interventions] if isinstance(interventions, Intervention) else list(interventions)
+        items = listed(interventions)
         options = {"positions": positions, "interventions": items}
         tally = Tally((await self._connect())[1].access)
         with progress_bar(progress, prompts, "plan") as advance:
