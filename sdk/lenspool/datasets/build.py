@@ -21,7 +21,7 @@ from lenspool.datasets.options import DatasetOptions
 from lenspool.datasets.packing import Packing, Sequence
 from lenspool.datasets.sources import Source, SourceRow, digest
 from lenspool.errors import CacheFull, InvalidJob, LenspoolError, PoolUnavailable, QueueFull
-from lenspool.interventions import ArrayRef, Intervention, as_float32
+from lenspool.interventions import ArrayRef, Intervention, as_float32, listed
 from lenspool.job import Request, closed
 from lenspool.many import in_flight
 from lenspool.progress import progress_bar
@@ -317,11 +317,10 @@ async def build(client: Requesting, name: str, rows: Any, hooks: Any, **options:
     if store is None or store.read_only:
         state = "this client does not reach it" if store is None else "this client may not write to it"
         raise InvalidJob("store", f"a dataset refers to rows in the store, and pins them there, and {state}")
-    interventions = options.get("interventions", ())
     asked = Asked(
         hooks=[hooks] if isinstance(hooks, (str, Readout)) else list(hooks),
         positions=options.get("positions", "all"),
-        interventions=[interventions] if isinstance(interventions, Intervention) else list(interventions),
+        interventions=listed(options.get("interventions")),
         how=client._manner({"lane": "batch", **client._options, **options}),
     )
     source = Source(rows, options.get("prompt", "text"), options.get("columns"))
