@@ -14,6 +14,7 @@ from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeVar, Unpack, 
 from lenspool import client as aio
 from lenspool import handle, local, streaming
 from lenspool.card import HookInfo, ModelCard
+from lenspool.datasets.manifest import Dataset
 from lenspool.interventions import ArrayRef
 from lenspool.places import Tokens
 from lenspool.plan import Plan
@@ -303,6 +304,14 @@ class Client:
         return self._loop.run(
             self._client.plan(prompts, hooks, positions=positions, interventions=interventions, progress=progress)
         )
+
+    def dataset(self, name: str, rows: Any, hooks: aio.Hooks, **options: Unpack[aio.DatasetOptions]) -> Dataset:
+        """See `lenspool.Client.dataset`."""
+        return self._loop.run(self._client.dataset(name, rows, hooks, **options))
+
+    def open_dataset(self, name: str) -> Dataset:
+        """See `lenspool.Client.open_dataset`."""
+        return self._loop.run(self._client.open_dataset(name))
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from lenspool.cli import cache
+from lenspool.cli import cache, dataset
 from lenspool.cli.tables import status_tables
 from lenspool.client import Client
 from lenspool.errors import LenspoolError
@@ -26,6 +26,7 @@ from lenspool.result import Generation
 
 app = typer.Typer(no_args_is_help=True, help="Activations of any prompt from a shared pool of vLLM workers.")
 app.add_typer(cache.app, name="cache")
+app.add_typer(dataset.app, name="dataset")
 T = TypeVar("T")
 
 Redis = Annotated[str | None, typer.Option(envvar="LENSPOOL_REDIS", help="redis://, rediss:// or unix:// URL.")]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,13 +18,15 @@ from lenspool.client import Client
 from lenspool.errors import InvalidJob, PoolUnavailable
 from lenspool.handle import Job
 from lenspool.job import Request, closed
+from lenspool.result import Reader
 from lenspool.testing.fake_model import byte_tokenizer, fake_card
 from lenspool.testing.fake_rows import fake_rows
+from lenspool_cache import Store
 from lenspool_cache import ranges as rg
 
 
 class FakePool:
-    """For unit tests of code that calls lenspool: no Redis, no engine, no files.
+    """For unit tests of code that calls lenspool: no Redis, no engine, and without `store` no files.
 
     Calls are checked, tokenized and answered as by a real pool, with arrays of the right shapes and dtypes. The numbers
     are random ones that follow from the request: equal calls have equal answers, an intervention changes them, and they
@@ -32,6 +37,8 @@ class FakePool:
     ----------
     card
         Of the model; default `fake_card()`. `ModelCard.from_dict(json)` takes that of a real one.
+    store
+        Folder of a real store in which answers are kept and looked for, made if need be: what datasets refer to.
 
     Attributes
     ----------
@@ -41,8 +48,11 @@ class FakePool:
         What they have left by value: digest -> array.
     """
 
-    def __init__(self, card: ModelCard | None = None) -> None:
+    def __init__(self, card: ModelCard | None = None, *, store: str | Path | None = None) -> None:
+        self.store = Store(store) if store is not None else None
         self.card = card or fake_card()
+        if self.store is not None:
+            self.card = replace(self.card, store_id=self.store.id, store_path=str(self.store.path))
         self.requests: list[Request] = []
         self.arrays: dict[str, np.ndarray] = {}
 
@@ -63,7 +73,19 @@ class FakePool:
             positions = rg.positions(closed(request.ranges_of(name), length))
             return fake_rows(request.card, run, name, positions, length)
 
-        return Found(True, {}, length, generation, reader)
+        if self.store is None or generation is not None:
+            return Found(True, {}, length, generation, reader)
+        return await asyncio.to_thread(self._kept, self.store, request, reader)
+
+    @staticmethod
+    def _kept(store: Store, request: Request, reader: Reader) -> Found:
+        """The same from the store, where it is put first."""
+        run, length = request.run, len(request.tokens)
+        wanted = {name: closed(request.ranges_of(name), length) for name in request.hooks}
+        covered = store.covered(run, request.hooks)
+        missing = {name for name, ranges in wanted.items() if rg.subtract(ranges, covered.get(name, []))}
+        store.put(run, {name: _pieces(wanted[name], reader(name)) for name in missing})
+        return Found(True, {}, length, None, lambda name: store.rows(run, name, wanted[name]))
 
     async def put_array(self, digest: str, array: np.ndarray) -> None:
         """See `lenspool.access.Access`."""
@@ -71,6 +93,8 @@ class FakePool:
 
     def close(self) -> None:
         """See `lenspool.access.Access`."""
+        if self.store is not None:
+            self.store.close()
 
 
 class _FakeClient(Client):
@@ -96,6 +120,15 @@ class _FakeClient(Client):
 
     async def _submit(self, request: Request, how: Manner) -> Job[Any]:
         raise PoolUnavailable("a fake pool has no queue")
+
+
+def _pieces(ranges: list[rg.Range], rows: np.ndarray) -> list[tuple[int, np.ndarray]]:
+    """Rows of all ranges as pairs of a start and the rows from there."""
+    out, at = [], 0
+    for start, stop in ranges:
+        out.append((start, rows[at : at + stop - start]))
+        at += stop - start
+    return out
 
 
 def _generation(request: Request, run: str) -> dict[str, Any]:
