@@ -30,7 +30,7 @@ _MEMORY_S = 1.0  # how old an index in memory may grow, or this many times what 
 _MEMORY_BUILDS = 20
 _ATTEMPTS = 4
 _PAUSE_S = 0.01
-_VANISHING_S = 5.0  # a file that others keep deleting is opened anew for so long
+_VANISHING_S = 30.0  # a file that others keep deleting is opened anew for so long
 
 _DAMAGED = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR}
 # What using a file gives that another process deletes at that moment: of its three files the log may go first.
