@@ -51,6 +51,10 @@ class Layer(Protocol):
         """Rows of segments; of a far layer this is quicker than one by one."""
         ...
 
+    def identity(self, segment: Segment) -> tuple[Run, str]:
+        """The run and the name of the entry that a segment which was found belongs to."""
+        ...
+
     def has_array(self, digest: str) -> bool:
         """Whether an array is there."""
         ...
@@ -136,6 +140,7 @@ class Folder:
         self._store = store
         self.find = store._own.find
         self.read_into = store._own.read_into
+        self.identity = store._own.identity
         self.has_array = store.has_array
         self.get_array = store.get_array
         self.close = store.close

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import logging
 from collections.abc import Iterator, Sequence
 from threading import Lock
@@ -69,6 +70,21 @@ class Lookup:
             self.lost(segment, str(error), error)
         if found != segment.checksum:
             self.lost(segment, "the rows do not match their checksum", None)
+
+    def identity(self, segment: Segment) -> tuple[Run, str]:
+        """The run and the name of the entry that a segment which was found belongs to.
+
+        Raises
+        ------
+        CacheCorrupt
+            What says it is damaged.
+        """
+        reader = self._packs.get(segment.pack, deleted=True)
+        record = reader.records([segment.slot])[0]
+        document, name = (None, None) if record is None else (reader.document(record), reader.name(record))
+        if document is None or name is None:
+            raise CacheCorrupt(segment.key.hex(), "its key document or name cannot be read")
+        return Run(json.loads(document)), name
 
     def _find(self, run: Run, keys: Sequence[bytes], within: Range | None) -> tuple[list[Segment], list[Place]]:
         """Segments of entries of a run, and places that the index gave but whose record is evicted."""

@@ -105,6 +105,7 @@ class Remote:
         self._packs = _ShardPool(folder / "shards")
         self._index = Index(folder, self.place, self._truth)
         self._own = Lookup(self._packs, self._index)
+        self.identity = self._own.identity
         self._lock = Lock()
         self._refreshed = -float("inf")
         self._refreshing: Thread | None = None

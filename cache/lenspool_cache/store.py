@@ -161,6 +161,11 @@ class Store:
         CacheCorrupt
             The rows do not match their checksum or are gone. The entry is dropped: a later lookup misses it.
         """
+        layer = self._layers[segment.layer - 1] if segment.layer else None
+        if layer is not None and layer.far:
+            rows = layer.read([segment])[0].copy()
+            self._keep(*layer.identity(segment), {segment: rows})
+            return rows
         out = _empty(segment, segment.rows)
         self._read_into(segment, out)
         return out
@@ -234,12 +239,17 @@ class Store:
             far = [segment for segment in segments if segment.layer == number] if layer.far else []
             if far:
                 out |= zip(far, layer.read(far), strict=True)
-        if out and not (self.read_only or self._closed):
-            try:
-                self._put_own(run, {name: [(segment.start, rows) for segment, rows in out.items()]})
-            except CacheError as error:
-                log.warning("rows from a lower layer are not kept: %s", error)
+        if out:
+            self._keep(run, name, out)
         return out
+
+    def _keep(self, run: Run, name: str, rows: Mapping[Segment, np.ndarray]) -> None:
+        if self.read_only or self._closed:
+            return
+        try:
+            self._put_own(run, {name: [(segment.start, array) for segment, array in rows.items()]})
+        except CacheError as error:
+            log.warning("rows from a lower layer are not kept: %s", error)
 
     # -- writing
 

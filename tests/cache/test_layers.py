@@ -191,8 +191,10 @@ class TestBucket(Under):
         with Store(folder, lower=[place]) as store:
             assert same_bits(store.rows(a_run(1), "h", [(2, 18)]), rows_of(1))
             assert same_bits(store.rows(a_run(99), "wide", [(1500, 1510)]), rows_of(99, WIDE)[1500:1510])
+            assert same_bits(store.read(store.lookup(a_run(1), ["g"])["g"][0]), rows_of(1, dtype="bfloat16"))
         with Store(folder, lower=()) as store:  # without the bucket
             assert same_bits(store.rows(a_run(1), "h", [(2, 18)]), rows_of(1))
+            assert same_bits(store.rows(a_run(1), "g", [(0, 16)]), rows_of(1, dtype="bfloat16"))
             assert store.lookup(a_run(2), ["h"]) == {}
             assert len(store.lookup(a_run(99), ["wide"])["wide"]) == 1
 
