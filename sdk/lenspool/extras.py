@@ -28,6 +28,17 @@ def xarray() -> Any:
     return _needed("xarray", "labelled arrays need xarray", "xarray")
 
 
+def safetensors() -> Any:
+    """The module safetensors, for its files.
+
+    Raises
+    ------
+    ImportError
+        It is not installed; names the extra.
+    """
+    return _needed("safetensors", ".safetensors files need it", "safetensors")
+
+
 def literal(text: str) -> str:
     """Text that matplotlib does not take for mathematics."""
     return text.replace("$", r"\$")

