@@ -59,6 +59,10 @@ async def test_a_plan_says_what_will_run(client: Client) -> None:
     assert all("".join(result.tokens) == prompts[index] for index, result in found)
     after = await client.plan(prompts, [HOOK, "logits"])
     assert (after.hits, after.misses, after.tokens, after.bytes) == (6, 0, 0, 0)
+    (worker,) = (await client.status())[0]["workers"]
+    ahead = await client.plan(["Never asked for, and so to be run"], HOOK)
+    assert worker["busy_tokens_per_s"] > 0 and ahead.seconds is not None and ", about " in repr(ahead)
+    assert 0 < ahead.seconds < 60 and after.seconds == 0 and "about" not in repr(after)
     async with Client(client.url, store=False) as far:
         blind = await far.plan(prompts, [HOOK, "logits"])
     assert blind.hits is None and blind.tokens == sum(sizes) and "does not reach the store" in repr(blind)
