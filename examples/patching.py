@@ -33,7 +33,7 @@ async def pictures(client: Client, folder: Path) -> None:
     print(sweep, heads, trace, mood, sep="\n")
     axes = {"patching": sweep.plot(), "heads": heads.plot(), "trace": trace.plot(), "mood": mood.plot()}
     for name, ax in axes.items():
-        ax.figure.savefig(folder / f"{name}.png", dpi=150)
+        ax.figure.canvas.print_figure(folder / f"{name}.png", dpi=150)
     print("heads that matter most, (layer, head, effect):", heads.top(3))
     edit = mood.steer(relative=0.25)
     print((await client.generate("The film was", max_tokens=20, interventions=edit)).text)

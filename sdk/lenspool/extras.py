@@ -29,14 +29,14 @@ def xarray() -> Any:
 
 
 def safetensors() -> Any:
-    """The module safetensors, for its files.
+    """The module safetensors.numpy, for its files.
 
     Raises
     ------
     ImportError
         It is not installed; names the extra.
     """
-    return _needed("safetensors", ".safetensors files need it", "safetensors")
+    return _needed("safetensors.numpy", ".safetensors files need it", "safetensors")
 
 
 def literal(text: str) -> str:

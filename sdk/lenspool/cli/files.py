@@ -65,8 +65,7 @@ def _hdf5(path: Path, arrays: Arrays, about: str) -> None:
 
 
 def _safetensors(path: Path, arrays: Arrays, about: str) -> None:
-    tensors = {name: {"dtype": a.dtype.name, "shape": a.shape, "data": a.tobytes()} for name, a in arrays.items()}
-    safetensors().serialize_file(tensors, path, {"about": about})
+    safetensors().save_file({name: np.ascontiguousarray(a) for name, a in arrays.items()}, path, {"about": about})
 
 
 def _readable(array: np.ndarray) -> np.ndarray:
