@@ -51,5 +51,5 @@ def test_a_failed_write_leaves_what_was_there(tmp_path: Path) -> None:
     with pytest.raises(TypeError):
         write(path, {"x": np.array([object()])}, {})
     assert path.read_text() == "an older file" and list(tmp_path.iterdir()) == [path]
-    with pytest.raises(InvalidJob, match=r"\.npz, \.h5, \.safetensors"):
+    with pytest.raises(InvalidJob, match=r"\.npz, \.safetensors, \.h5"):
         write(tmp_path / "rows.csv", ARRAYS, {})
