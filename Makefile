@@ -37,6 +37,7 @@ lint: install
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+	$(PY) -m mypy examples
 
 # Two processes, a core each; tests of one engine stay together.
 test: lint

@@ -6,13 +6,14 @@ python read_store.py STORE NAME RUN_KEY_HEX
 import hashlib
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import h5py
 import numpy as np
 
 
-def rows(dataset, first, count):
+def rows(dataset: h5py.Dataset, first: int, count: int) -> np.ndarray:
     """Rows of a pack as numbers; bfloat16 (2 bytes) is read raw and widened, which is faster than HDF5's conversion."""
     if dataset.attrs["dtype"] != "bfloat16":
         return dataset[first : first + count]
@@ -22,11 +23,11 @@ def rows(dataset, first, count):
     return (raw.astype("<u4") << 16).view("<f4").reshape(count, -1)
 
 
-def entries(store):
+def entries(store: str) -> Iterator[tuple[bytes, str, int, np.ndarray]]:
     """(document, name, start, rows) of every record that is live and whole."""
     files = [h5py.File(path, locking=False) for path in sorted(Path(store, "packs").glob("*.h5"))]
     found = [(file, record) for file in files for record in file["index"][:] if record["rows"]]
-    sizes = {}
+    sizes: dict[int, int] = {}
     for _, record in found:
         sizes[record["batch"]] = sizes.get(record["batch"], 0) + 1
     for file, record in found:

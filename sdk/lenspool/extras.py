@@ -58,7 +58,7 @@ def safetensors() -> Any:
     ImportError
         It is not installed; names the extra.
     """
-    return _needed("safetensors.numpy", "this export needs safetensors", "data")
+    return _needed("safetensors.numpy", ".safetensors files need it", "safetensors")
 
 
 def zarr() -> Any:

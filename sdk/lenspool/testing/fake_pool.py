@@ -21,6 +21,7 @@ from lenspool.job import Request, closed
 from lenspool.result import Reader
 from lenspool.testing.fake_model import byte_tokenizer, fake_card
 from lenspool.testing.fake_rows import fake_rows
+from lenspool.tokenizer import Tokenizer
 from lenspool_cache import Store
 from lenspool_cache import ranges as rg
 
@@ -39,6 +40,8 @@ class FakePool:
         Of the model; default `fake_card()`. `ModelCard.from_dict(json)` takes that of a real one.
     store
         Folder of a real store in which answers are kept and looked for, made if need be: what datasets refer to.
+    tokenizer
+        Its tokenizer; default a token for each byte. `lenspool.tokenizer.from_bytes` reads a real one.
 
     Attributes
     ----------
@@ -48,9 +51,16 @@ class FakePool:
         What they have left by value: digest -> array.
     """
 
-    def __init__(self, card: ModelCard | None = None, *, store: str | Path | None = None) -> None:
+    def __init__(
+        self,
+        card: ModelCard | None = None,
+        tokenizer: Tokenizer | None = None,
+        *,
+        store: str | Path | None = None,
+    ) -> None:
         self.store = Store(store) if store is not None else None
         self.card = card or fake_card()
+        self.tokenizer = tokenizer or byte_tokenizer()
         if self.store is not None:
             self.card = replace(self.card, store_id=self.store.id, store_path=str(self.store.path))
         self.requests: list[Request] = []
@@ -66,7 +76,7 @@ class FakePool:
         length, generation = len(request.tokens), None
         run = request.run.entry("").hex()
         if request.sampling is not None:
-            generation = _generation(request, run)
+            generation = _generation(request, run, self.tokenizer)
             length += len(generation["token_ids"]) - 1
 
         def reader(name: str) -> np.ndarray:
@@ -101,7 +111,7 @@ class _FakeClient(Client):
     def __init__(self, pool: FakePool) -> None:
         super().__init__("redis://fake.invalid", store=False, patience=0.0)
         self._pool = pool
-        self._shared.ready = pool.card, Desk(self._queue, self._feed, pool, byte_tokenizer())
+        self._shared.ready = pool.card, Desk(self._queue, self._feed, pool, pool.tokenizer)
 
     async def _open(self) -> None:
         return None
@@ -131,12 +141,15 @@ def _pieces(ranges: list[rg.Range], rows: np.ndarray) -> list[tuple[int, np.ndar
     return out
 
 
-def _generation(request: Request, run: str) -> dict[str, Any]:
+def _generation(request: Request, run: str, tokenizer: Tokenizer) -> dict[str, Any]:
     """Letters of as many tokens as may be generated."""
     assert request.sampling is not None
     if told := {"logprobs", "prompt_logprobs"} & request.sampling.keys():
         raise InvalidJob(min(told), "a fake pool has no log-probabilities", "None; or readouts")
     seed = int.from_bytes(hashlib.sha256(run.encode()).digest()[:8], "big")
-    tokenizer = byte_tokenizer()
     letters = "".join(map(chr, np.random.default_rng(seed).integers(97, 123, request.sampling["max_tokens"])))
-    return {"token_ids": tokenizer.encode(letters), "text": letters, "finish_reason": "length"}
+    return {
+        "token_ids": [tokenizer.encode(letter)[-1] for letter in letters],
+        "text": letters,
+        "finish_reason": "length",
+    }
