@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import sys
 from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from lenspool import feeds
+from lenspool.cli.asking import Json, Model, Redis, fail, print_json
 from lenspool.client import Client
 from lenspool.datasets.folder import Folder
 from lenspool.datasets.manifest import Dataset
@@ -26,9 +26,6 @@ app = typer.Typer(no_args_is_help=True, help="Activations of many prompts: captu
 
 Which = Annotated[str, typer.Argument(help="A dataset: its folder, or its name in the store.")]
 StoreFolder = Annotated[Path | None, typer.Option("--store", envvar="LENSPOOL_STORE", help="Folder of the store.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Redis = Annotated[str | None, typer.Option(envvar="LENSPOOL_REDIS", help="redis://, rediss:// or unix:// URL.")]
-Model = Annotated[str | None, typer.Option(envvar="LENSPOOL_MODEL", help="Name of a served model.")]
 Hook = Annotated[str, typer.Option("--hook", help="Which hook or readout of the dataset.")]
 HooksOption = Annotated[list[str] | None, typer.Option("--hook", help="Hooks or readouts; may be repeated.")]
 
@@ -50,13 +47,12 @@ def _errors() -> Iterator[None]:
     try:
         yield
     except (LenspoolError, ImportError, OSError) as error:
-        print(f"lenspool: {error}", file=sys.stderr)
-        raise typer.Exit(1) from None
+        fail(error)
 
 
 def _show(document: dict[str, Any], as_json: bool) -> None:
     if as_json:
-        print(json.dumps(document, indent=2))
+        print_json(document)
         return
     for name, value in document.items():
         print(f"{name:16} {', '.join(map(str, value)) if isinstance(value, list) else value}")
