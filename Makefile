@@ -12,7 +12,7 @@ DEVICE ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
 export HF_HUB_OFFLINE ?= 1
 export VLLM_NO_USAGE_STATS ?= 1
 
-.PHONY: install demo test test-redis chaos parity lint format bench bench-queue clean
+.PHONY: install demo test test-redis chaos parity lint format bench bench-queue eval-inspect clean
 
 install: $(STAMP)
 
@@ -55,6 +55,10 @@ bench: install
 
 bench-queue: install
 	$(PY) benchmarks/job_queue.py
+
+# 60 questions through inspect_ai, plain, captured and steered.
+eval-inspect: install
+	$(PY) examples/inspect_eval.py
 
 # Every family, hook and mode against transformers, into docs/parity.md (some 20 minutes); docs/hooks.md from the vocabulary.
 parity: install
