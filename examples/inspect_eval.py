@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import tempfile
 import time
 from collections.abc import AsyncIterator
@@ -38,6 +39,7 @@ Paraguay:Asuncion Jamaica:Kingston Nigeria:Abuja Ghana:Accra Ethiopia:Addis Moro
 Algeria:Algiers Libya:Tripoli Romania:Bucharest Bulgaria:Sofia Serbia:Belgrade Croatia:Zagreb
 """
 HOOK = "blocks.12.hook_resid_post"
+os.environ.setdefault("INSPECT_DISPLAY", "none")
 CONFIG = GenerateConfig(temperature=0, max_tokens=16)
 
 
@@ -50,7 +52,7 @@ def questions(name: str) -> Task:
 async def report(task: Task, model: Model, folder: Path) -> EvalLog:
     """Run an eval, and read its log back."""
     began = time.perf_counter()
-    (done,) = await eval_async(task, model=model, log_dir=str(folder), display="none", max_connections=64)
+    (done,) = await eval_async(task, model=model, log_dir=str(folder), max_connections=64)
     seconds = time.perf_counter() - began
     log = read_eval_log(done.location)
     assert log.status == "success" and log.results is not None and log.samples is not None, log.error

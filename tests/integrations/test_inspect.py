@@ -356,7 +356,7 @@ def task(name: str, solver: list[Solver] | Solver | None = None, count: int = le
 async def run(task: Task, model: Model, folder: Path, **config: Any) -> EvalLog:
     options = {"temperature": 0.0, "max_tokens": 10, "max_connections": 64, **config}
     async with asyncio.timeout(300):
-        (log,) = await eval_async(task, model=model, log_dir=str(folder), display="none", **options)
+        (log,) = await eval_async(task, model=model, log_dir=str(folder), **options)
     assert log.status == "success", log.error
     read = read_eval_log(log.location)  # as anyone who has the file
     assert read.samples is not None and len(read.samples) == len(task.dataset)

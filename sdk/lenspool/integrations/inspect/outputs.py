@@ -28,6 +28,8 @@ from lenspool.integrations.wire import KINDS, encode_array
 from lenspool.result import Generation
 from lenspool.tokenizer import Tokenizer
 
+LOGITS = "unembed.hook_out"
+
 
 def choice_of(
     generation: Generation,
@@ -107,3 +109,11 @@ def inline(generation: Generation, keys: Mapping[str, str]) -> dict[str, Any]:
     """Captured rows in wire form, as float32, by wire key."""
     captured = set(generation.hooks)
     return {key: encode_array(generation.numpy(hook)) for key, hook in keys.items() if hook in captured}
+
+
+def forward(generation: Generation, hooks: Mapping[str, str], logits: bool) -> dict[str, Any]:
+    """Metadata of a forward run in wire form: rows by wire key, and with `logits` those of every position."""
+    metadata: dict[str, Any] = {
+        "activations": {key: encode_array(generation.numpy(hook)) for key, hook in hooks.items()}
+    }
+    return metadata | ({"tl_logits": encode_array(generation.numpy(LOGITS))} if logits else {})

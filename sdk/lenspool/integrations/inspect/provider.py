@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -18,14 +18,6 @@ from inspect_ai.model import (
     ModelCall,
     ModelOutput,
     RetryDecision,
-    StreamTextEvent,
-)
-from inspect_ai.model._stream import (
-    model_stream_requested,
-    report_model_stream_delta,
-    report_model_stream_progress,
-    report_model_stream_restart,
-    report_model_stream_start,
 )
 from inspect_ai.tool import ToolChoice, ToolInfo
 
@@ -38,32 +30,11 @@ from lenspool.integrations.inspect import outputs, references
 from lenspool.integrations.inspect.asking import Asked, asked, names
 from lenspool.integrations.inspect.clients import Clients
 from lenspool.integrations.inspect.messages import prompt_ids
+from lenspool.integrations.inspect.run import Run
 from lenspool.integrations.inspect.settings import MAX_TOKENS, sampling_of, wanted_tokens, warn
-from lenspool.interventions import Intervention
-from lenspool.result import Generation
 from lenspool.sampling import sampling_document
 from lenspool.terms import Lane
 from lenspool.tokenizer import Tokenizer
-
-LOGITS = "unembed.hook_out"
-
-
-@dataclass(frozen=True)
-class _Run:
-    """What one call runs."""
-
-    client: Client
-    card: ModelCard
-    tokenizer: Tokenizer
-    tokens: list[int]
-    edits: list[Intervention]
-    hooks: list[str]
-
-    def call(self, sampling: Mapping[str, Any]) -> ModelCall:
-        """The same for inspect's log of calls; edits without their vectors."""
-        request = {"model": self.card.id, "prompt": self.tokenizer.text(self.tokens), "sampling": dict(sampling)}
-        more = {"capture": self.hooks, "interventions": [repr(edit) for edit in self.edits]}
-        return ModelCall.create(request | more, None)
 
 
 class LenspoolAPI(ModelAPI):
@@ -191,13 +162,13 @@ class LenspoolAPI(ModelAPI):
         output.time = time.monotonic() - began
         return output if call is None else (output, call)
 
-    async def _run(self, ask: Asked, messages: Sequence[ChatMessage], tools: Sequence[ToolInfo]) -> _Run:
+    async def _run(self, ask: Asked, messages: Sequence[ChatMessage], tools: Sequence[ToolInfo]) -> Run:
         """What a call is about: its tokens, edits and captures."""
         client, card, tokenizer = await self._session()
         ids = None if ask.forward is None else ask.forward.get("input_ids")
         tokens = list(ids) if ids is not None else prompt_ids(tokenizer, messages, tools)
         edits = [*self._edits, *(edit for specs in ask.interventions for edit in wire.interventions(specs))]
-        return _Run(client, card, tokenizer, tokens, edits, [*self._capture, *ask.capture])
+        return Run(client, card, tokenizer, tokens, edits, [*self._capture, *ask.capture])
 
     async def _session(self) -> tuple[Client, ModelCard, Tokenizer]:
         client = await self._clients.get()
@@ -208,7 +179,7 @@ class LenspoolAPI(ModelAPI):
         return client, card, desk.tokenizer
 
     async def _generate(
-        self, run: _Run, ask: Asked, tools: Sequence[ToolInfo], config: GenerateConfig, sampling: dict[str, Any]
+        self, run: Run, ask: Asked, tools: Sequence[ToolInfo], config: GenerateConfig, sampling: dict[str, Any]
     ) -> ModelOutput:
         """Generate text, with what is captured meanwhile."""
         count = config.num_choices or 1
@@ -221,12 +192,7 @@ class LenspoolAPI(ModelAPI):
             outputs.check_inline(request.hooks, self._keys)
             if count > 1:
                 raise InvalidJob("num_choices", f"got {count} with activations inline", "1; or by reference")
-        what["lane"] = self._lane
-        if count == 1 and model_stream_requested():
-            generations = [await _streamed(run.client, run.tokens, {**what, **sampling})]
-        else:
-            made = await run.client.generate(run.tokens, n=count, **what, **sampling)
-            generations = made if isinstance(made, list) else [made]
+        generations = await run.generate(count, {**what, **sampling, "lane": self._lane})
         first = generations[0]
         told = {name: first.provenance[name] for name in ("worker", "queue_s", "run_s")}
         metadata: dict[str, Any] = {
@@ -246,28 +212,23 @@ class LenspoolAPI(ModelAPI):
         usage = outputs.usage_of(generations)
         return ModelOutput(model=self.model_name, choices=choices, usage=usage, metadata=metadata)
 
-    async def _forward(self, run: _Run, asked: Mapping[str, Any]) -> ModelOutput:
+    async def _forward(self, run: Run, request: Mapping[str, Any]) -> ModelOutput:
         """TransformerLens's forward run: rows of the prompt and logits inline, and the next token."""
-        mask = asked.get("attention_mask")
+        mask = request.get("attention_mask")
         if mask is not None and not all(mask):
             raise InvalidJob("attention_mask", "lenspool pads nothing", "the tokens that count, without a mask")
-        hooks = {key: self._hook_of(key, f"capture[{i}]") for i, key in enumerate(asked.get("capture") or ())}
-        logits = [LOGITS] if asked.get("return_logits", True) else []
+        hooks = {key: self._hook_of(key, f"capture[{i}]") for i, key in enumerate(request.get("capture") or ())}
+        logits = request.get("return_logits", True)
         result = await run.client.generate(
             run.tokens,
-            hooks=[*hooks.values(), *logits],
+            hooks=[*hooks.values(), *([outputs.LOGITS] if logits else [])],
             positions="prompt",
             interventions=run.edits,
             lane=self._lane,
             max_tokens=1,
             temperature=0.0,
         )
-
-        def encoded() -> dict[str, Any]:
-            rows = {key: wire.encode_array(result.numpy(hook)) for key, hook in hooks.items()}
-            return {"activations": rows} | {"tl_logits": wire.encode_array(result.numpy(hook)) for hook in logits}
-
-        metadata = await asyncio.to_thread(encoded)
+        metadata = await asyncio.to_thread(outputs.forward, result, hooks, logits)
         choice = outputs.choice_of(result, run.tokenizer, (), self.model_name, GenerateConfig(), full=False)
         usage = outputs.usage_of([result])
         return ModelOutput(model=self.model_name, choices=[choice], usage=usage, metadata=metadata)
@@ -300,7 +261,7 @@ class LenspoolAPI(ModelAPI):
 
     def connection_key(self) -> str:
         """One limit for each model of a pool."""
-        return f"{self._make().url} {self.model_name}"
+        return f"{self.base_url or os.environ.get('LENSPOOL_REDIS')} {self.model_name}"
 
     def collapse_user_messages(self) -> bool:
         """Many chat templates want the roles to take turns."""
@@ -317,23 +278,6 @@ class LenspoolAPI(ModelAPI):
     async def aclose(self) -> None:
         """Close this event loop's connection; a later call opens another."""
         await self._clients.aclose()
-
-
-async def _streamed(client: Client, tokens: list[int], options: Mapping[str, Any]) -> Generation:
-    """Generate, and tell inspect of each piece."""
-    async with client.stream(tokens, **options) as stream:
-        begun = False
-        async for delta in stream:
-            if not begun:
-                report_model_stream_start()
-                begun = True
-            report_model_stream_progress(len(stream.token_ids))
-            if delta.text and model_stream_requested():
-                await report_model_stream_delta(StreamTextEvent(text=delta.text))
-    if not stream.exact:  # the job was lost and run again, with another end
-        await report_model_stream_restart()
-        await report_model_stream_delta(StreamTextEvent(text=stream.result.text or ""))
-    return stream.result
 
 
 def _as_logged(interventions: Mapping[str, Any] | None) -> Mapping[str, Any]:
