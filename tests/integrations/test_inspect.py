@@ -380,7 +380,7 @@ async def test_an_eval_is_one_batch_and_its_log_holds_references(
     assert accuracy(plain) > 0.5
     assert after["steps"] - before["steps"] < written / 3, "samples run together"
 
-    hooks = ["resid_post.*", "z.3"]
+    hooks = ["blocks.1?.hook_resid_post", "z.3"]
     captured = await run(task("captured"), model_of(client, capture=hooks), tmp_path)
     assert accuracy(captured) == accuracy(plain)
     assert plain.samples is not None and captured.samples is not None
@@ -388,12 +388,12 @@ async def test_an_eval_is_one_batch_and_its_log_holds_references(
     assert answers[0] == answers[1]
     size = sum(rows.nbytes for sample in captured.samples for g in load(sample) for rows in g.numpy().values())
     grown = Path(captured.location).stat().st_size - Path(plain.location).stat().st_size
-    assert size > 40e6 and grown < 1500 * len(captured.samples), f"{size} bytes of activations, {grown} of log"
+    assert size > 15e6 and grown < 1500 * len(captured.samples), f"{size} bytes of activations, {grown} of log"
 
     sample = captured.samples[5]
     (turn,) = load(sample)
     straight = await client.capture(turn.prompt_token_ids, ["resid_post.12", "z.3"])
-    assert turn.text == sample.output.completion and len(turn.hooks) == 31
+    assert turn.text == sample.output.completion and len(turn.hooks) == 11
     assert relative(turn["resid_post.12"], straight["resid_post.12"]) < 1e-5
     assert turn["z.3"].shape == straight["z.3"].shape
     (fetched,) = await fetch(sample, client)
@@ -402,7 +402,7 @@ async def test_an_eval_is_one_batch_and_its_log_holds_references(
         load(sample, store=tmp_path)
 
     edit = {"12:resid_post": {"op": "add", "value": wire.array_ref(await client.put(vector))}}
-    steered = await run(task("steered"), model_of(client, interventions=edit, capture=HOOK), tmp_path)
+    steered = await run(task("steered", count=12), model_of(client, interventions=edit, capture=HOOK), tmp_path)
     assert steered.samples is not None and accuracy(steered) < accuracy(plain)
     (turn,) = load(steered.samples[0])
     same = await client.capture(turn.prompt_token_ids, HOOK, interventions=add(HOOK, vector))
