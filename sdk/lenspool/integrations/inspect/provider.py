@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import time
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -45,7 +44,7 @@ class LenspoolAPI(ModelAPI):
     model_name
         Name or id of a served model.
     base_url
-        Redis; default `LENSPOOL_REDIS`, then `redis://localhost:6379`.
+        Redis; default as of `lenspool.Client`.
     capture
         Hooks to capture in every generation; any spelling, globs too.
     positions
@@ -79,7 +78,7 @@ class LenspoolAPI(ModelAPI):
         interventions: Mapping[str, Any] | None = None,
         store: str | Path | Literal[False] | None = None,
         lane: Lane = "batch",
-        patience: float = 120.0,
+        patience: float | None = None,
         **unknown: Any,
     ) -> None:
         super().__init__(model_name, base_url, api_key, [], config)
@@ -185,14 +184,13 @@ class LenspoolAPI(ModelAPI):
         count = config.num_choices or 1
         where = self._positions if ask.positions is None else ask.positions
         inline = self._inline if ask.inline is None else ask.inline
-        what: dict[str, Any] = {"hooks": run.hooks, "interventions": run.edits}
-        what["positions"] = where if run.hooks else "all"
-        desk, request = await run.client._request(run.tokens, **what, sampling=sampling_document(**sampling))
+        what: dict[str, Any] = {"interventions": run.edits, "positions": where if run.hooks else "all"}
+        desk, request = await run.client._request(run.tokens, run.hooks, what, sampling_document(**sampling))
         if inline and request.hooks:
             outputs.check_inline(request.hooks, self._keys)
             if count > 1:
                 raise InvalidJob("num_choices", f"got {count} with activations inline", "1; or by reference")
-        generations = await run.generate(count, {**what, **sampling, "lane": self._lane})
+        generations = await run.generate(count, {"hooks": run.hooks, **what, **sampling, "lane": self._lane})
         first = generations[0]
         told = {name: first.provenance[name] for name in ("worker", "queue_s", "run_s")}
         metadata: dict[str, Any] = {
@@ -261,7 +259,7 @@ class LenspoolAPI(ModelAPI):
 
     def connection_key(self) -> str:
         """One limit for each model of a pool."""
-        return f"{self.base_url or os.environ.get('LENSPOOL_REDIS')} {self.model_name}"
+        return f"{self.base_url} {self.model_name}"
 
     def collapse_user_messages(self) -> bool:
         """Many chat templates want the roles to take turns."""
