@@ -86,10 +86,12 @@ async def main(client: Client) -> None:
     right = np.array([bool(s.scores) and s.scores["includes"].value == "C" for s in log.samples])
     last = np.stack([turn[HOOK][-1] for turn in rows])
     direction = array_ref(await client.put(last[~right].mean(axis=0) - last[right].mean(axis=0)))
-    for dose in (2.0, 6.0):
+    for dose in (4.0, 16.0):
         edit = {"12:resid_post": {"op": "add", "value": direction, "coefficient": dose}}
         steered = get_model(name, base_url=url, interventions=edit, capture=HOOK)
         await report(questions(f"steered {dose:g}"), steered, folder)
+    batches = [worker.get("max_batch", 0) for row in await client.status() for worker in row["workers"]]
+    print(f"most samples in one step of the engine: {max(batches)}")
     print(f"logs: {folder} (inspect view --log-dir {folder})")
 
 
