@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -78,6 +78,9 @@ class _FakeClient(Client):
         super().__init__("redis://fake.invalid", store=False, patience=0.0)
         self._pool = pool
         self._shared.ready = pool.card, Desk(self._queue, self._feed, pool, byte_tokenizer())
+
+    def twin(self) -> Self:
+        return type(self)(self._pool)
 
     async def _open(self) -> None:
         return None
