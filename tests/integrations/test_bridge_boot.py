@@ -104,6 +104,11 @@ def test_arguments_that_conflict_are_refused(
         boot_pool(str(smollm2), pool.client(), **arguments)
 
 
+def test_another_model_than_the_served_one_is_refused(smollm2: Path) -> None:
+    with pytest.raises(ValueError, match="is not fake"):
+        boot_pool(str(smollm2), FakePool().client())
+
+
 def test_a_tokenizer_is_no_client(smollm2: Path) -> None:
     with pytest.raises(ValueError, match="tokenizer=") as caught:
         boot_pool(str(smollm2), AutoTokenizer.from_pretrained(smollm2))

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import lenspool.sync
 from lenspool import Client
 from lenspool.integrations.transformer_lens import PoolBridge, boot_pool
 from tests.e2e.conftest import counters
@@ -52,9 +53,15 @@ def test_rows_of_a_batch_equal_single_prompts(bridge: PoolBridge) -> None:
 
 
 def test_loss_of_a_batch(bridge: PoolBridge, oracle: Any) -> None:
-    assert abs(bridge(PROMPTS, return_type="loss") - oracle(PROMPTS, return_type="loss")) < 1e-4
-    each = bridge(PROMPTS, return_type="loss", loss_per_token=True)
-    assert far(each, oracle(PROMPTS, return_type="loss", loss_per_token=True)) < BAND
+    """Of what is no padding, whether the mask is the bridge's or the caller's."""
+    tokens = oracle.to_tokens(PROMPTS)
+    lengths = [len(oracle.to_tokens(prompt)[0]) for prompt in PROMPTS]
+    mask = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).int()
+    expected = oracle(tokens, attention_mask=mask, return_type="loss")
+    each = oracle(tokens, attention_mask=mask, return_type="loss", loss_per_token=True)
+    for input, options in ((PROMPTS, {}), (tokens, {"attention_mask": mask})):
+        assert abs(bridge(input, return_type="loss", **options) - expected) < 1e-4
+        assert far(bridge(input, return_type="loss", loss_per_token=True, **options), each) < BAND
 
 
 def test_masks_move_rows_and_positions(bridge: PoolBridge) -> None:
@@ -104,10 +111,10 @@ def test_names_filter_in_every_form(bridge: PoolBridge) -> None:
     with pytest.raises(KeyError, match="matched no hook points"):
         keys("blocks.7.nonsense")
     _, cache = bridge.run_with_cache(TOKENS, names_filter=HOOK, pos_slice=-1, remove_batch_dim=True)
-    assert cache[HOOK].shape == (576,)
+    assert cache[HOOK].shape == (1, 576)
     _, plain = bridge.run_with_cache(TOKENS, names_filter=[HOOK], pos_slice=(1, 3), return_cache_object=False)
     assert isinstance(plain, dict) and plain[HOOK].shape == (1, 2, 576)
-    assert cache["resid_post", 7].shape == (576,)
+    assert torch.equal(cache["resid_post", 7], cache[HOOK])
 
 
 def test_hooks_see_what_was_captured(bridge: PoolBridge) -> None:
@@ -210,6 +217,8 @@ def test_threads_share_a_bridge(bridge: PoolBridge) -> None:
 def test_a_bridge_is_closed_and_the_pool_goes_on(bridge: PoolBridge, client: Client, smollm2: Any) -> None:
     with boot_pool(str(smollm2), client.url, store=bridge.card.store_path) as other:
         assert torch.equal(other(TOKENS), bridge(TOKENS))
+    with lenspool.sync.Client(client.url, store=bridge.card.store_path) as sync, boot_pool(str(smollm2), sync) as third:
+        assert torch.equal(third(TOKENS), bridge(TOKENS))
     other.close()
     assert other._driver.get_param("lm_head.weight") is None
     with pytest.raises(RuntimeError, match="closed"):

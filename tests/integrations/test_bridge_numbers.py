@@ -29,7 +29,7 @@ def caches(bridge: PoolBridge, oracle: Any) -> tuple[Any, Any]:
 def test_every_hook_equals_transformerlens(caches: Any, bridge: PoolBridge) -> None:
     (_, ours), (_, theirs) = caches
     served = bridge._driver.supported_hook_points
-    assert len(served) > 1000
+    assert len(served) > 900
     assert served <= set(ours.keys()) <= set(theirs.keys())
     worst = max((far(ours[name], theirs[name]), name) for name in ours)
     assert worst[0] <= BAND, worst

@@ -16,6 +16,7 @@ from transformer_lens.model_bridge.sources._bridge_builder import (
 from transformer_lens.model_bridge.sources._hf_format import determine_architecture_from_hf_config
 from transformers import AutoConfig, AutoTokenizer
 
+from lenspool.card import ModelCard
 from lenspool.client import Client
 from lenspool.integrations.transformer_lens.bridge import PoolBridge
 from lenspool.integrations.transformer_lens.driver import PoolDriver
@@ -100,7 +101,7 @@ def boot(
     try:
         card = pool.run(lambda connected: connected.card())
         if not own:
-            _check_running(card, dtype, max_model_len, engine)
+            _check_running(card, adapter.cfg, dtype, max_model_len, engine)
         adapter.cfg.dtype = getattr(torch, card.dtype)
         tokenizer = configure_tokenizer(tokenizer or AutoTokenizer.from_pretrained(model_name), adapter.cfg)
         components = adapter.component_mapping
@@ -146,8 +147,16 @@ def _twin(client: Any, served_as: str | None, store: str | Path | None) -> Clien
     return client.twin()
 
 
-def _check_running(card: Any, dtype: torch.dtype | None, max_model_len: int | None, engine: dict[str, Any]) -> None:
+def _check_running(
+    card: ModelCard, cfg: Any, dtype: torch.dtype | None, max_model_len: int | None, engine: dict[str, Any]
+) -> None:
     """Hold the arguments against a pool that runs already."""
+    sizes = (card.n_layers, card.d_model, card.n_heads)
+    if sizes != (cfg.n_layers, cfg.d_model, cfg.n_heads):
+        reason = (
+            f"{cfg.model_name} is not {card.name}, which the pool serves: layers, width and heads are {sizes} there"
+        )
+        raise BadInput("model_name", reason, "the served model's folder; served_as, where there are several")
     if dtype is not None and str(dtype).removeprefix("torch.") != card.dtype:
         raise BadInput("dtype", f"got {dtype}, and {card.name} is served in {card.dtype}")
     if max_model_len is not None and max_model_len > card.max_model_len:

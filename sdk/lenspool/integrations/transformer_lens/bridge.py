@@ -32,6 +32,7 @@ class PoolBridge(RemoteBridge):
     tokens_to_residual_directions = TransformerBridge.tokens_to_residual_directions
 
     _driver: PoolDriver
+    _hook_registry: dict[str, Any]
 
     def __init__(self, adapter: Any, tokenizer: Any, driver: PoolDriver) -> None:
         self._turn = threading.RLock()  # the hooks of a call are on the bridge while it runs
@@ -99,7 +100,14 @@ class PoolBridge(RemoteBridge):
         tokens = torch.as_tensor(input)
         return (tokens.unsqueeze(0) if tokens.ndim == 1 else tokens), None
 
-    def run_with_cache(self, *args: Any, names_filter: Any = None, **options: Any) -> Any:
+    def run_with_cache(
+        self,
+        input: Any,
+        return_cache_object: bool = True,
+        remove_batch_dim: bool = False,
+        names_filter: Any = None,
+        **options: Any,
+    ) -> Any:
         """See `TransformerBridge.run_with_cache`; without a filter all but hooks that TransformerLens has switched off.
 
         Parameters
@@ -114,7 +122,7 @@ class PoolBridge(RemoteBridge):
                 return name not in off
 
         with self._turn:
-            return super().run_with_cache(*args, names_filter=names_filter, **options)
+            return super().run_with_cache(input, return_cache_object, remove_batch_dim, names_filter, **options)
 
     def run_with_hooks(self, *args: Any, **options: Any) -> Any:
         """See `RemoteBridge.run_with_hooks`: functions see what was captured; `intervene` edits."""
@@ -238,6 +246,8 @@ class PoolBridge(RemoteBridge):
 
 def _rectangle(rows: Sequence[Sequence[int]], pad: int, side: str) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Rows of several lengths as one tensor, and its mask; of one length without."""
+    if not all(rows):
+        raise BadInput("input_ids", "an empty prompt", "at least one token in each row")
     length = max(map(len, rows))
     left = [length - len(row) if side == "left" else 0 for row in rows]
     tokens = torch.full((len(rows), length), pad)
