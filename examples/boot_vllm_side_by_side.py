@@ -22,6 +22,8 @@ import numpy as np
 
 LAYER = 5
 HOOK = f"blocks.{LAYER}.hook_out"
+BAND = 5e-5
+"""Relative L2 distance: an edit of a fused pair by `boot_vllm` is off by a rounding, which later layers enlarge."""
 TEXT = "The capital of France is"
 SIDES = ("boot_vllm, positions", "boot_vllm, batches", "boot_pool")
 Steps = dict[str, tuple[float, np.ndarray]]
@@ -57,7 +59,7 @@ def run(side: str, model: str, prompts: list[list[int]]) -> Steps:
     tokens = bridge.to_tokens(TEXT)
     single, batched = side != "boot_vllm, batches", side != "boot_vllm, positions"
     if single:
-        bridge.forward(tokens)  # both are warm
+        bridge.forward(tokens + 2)  # both are warm, and the pool has stored nothing of what follows
         step("cache of all blocks", lambda: stream(bridge, tokens + 1))
         step("the same again", lambda: stream(bridge, tokens + 1))
         step("loss", lambda: bridge.forward(tokens, return_type="loss"))
@@ -76,7 +78,7 @@ def run(side: str, model: str, prompts: list[list[int]]) -> Steps:
 
 def stream(bridge: Any, tokens: Any) -> Any:
     """The residual stream behind every block."""
-    _, cache = bridge.run_with_cache(tokens, names_filter=lambda name: name.endswith("hook_out"))
+    _, cache = bridge.run_with_cache(tokens, names_filter=lambda name: name.endswith("hook_resid_post"))
     return cache.stack_activation("resid_post")
 
 
@@ -107,7 +109,9 @@ def measured(side: str, model: str, count: int) -> Steps:
         environment = {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "WANDB_MODE": "disabled", **os.environ}
         # one core does for all of them, and vLLM's cache of keys and values is small on both sides
         environment |= {"VLLM_CPU_KVCACHE_SPACE": environment.get("VLLM_CPU_KVCACHE_SPACE", "1")}
-        subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        if done.returncode:
+            sys.exit(f"{side} failed:\n{done.stderr[-4000:]}")
         with np.load(out) as arrays:
             return {name: (float(arrays[f"{name}|s"]), arrays[name]) for name in arrays.files if "|" not in name}
 
@@ -145,8 +149,9 @@ def report(results: dict[str, Steps]) -> None:
         apart = max((apart_by(array, arrays[0]) for array in arrays[1:]), default=0.0)
         worst = max(worst, apart)
         print(f"{name:34}" + "".join(cells) + (f"{apart:14.1e}" if name != "boot" and len(arrays) > 1 else ""))
-    print("the same numbers" if worst < 1e-5 else "NOT the same numbers", f"(largest relative L2 distance {worst:.1e})")
-    sys.exit(worst >= 1e-5)
+    same = worst < BAND
+    print("the same numbers" if same else "NOT the same numbers", f"(largest relative L2 distance {worst:.1e})")
+    sys.exit(not same)
 
 
 def apart_by(a: np.ndarray, b: np.ndarray) -> float:
