@@ -140,7 +140,7 @@ class Client:
         return self._of(self._loop, self._client.with_options(**options))
 
     def twin(self) -> aio.Client:
-        """An asynchronous client with the same settings, not opened."""
+        """See `lenspool.Client.twin`."""
         return self._client.twin()
 
     def models(self) -> list[ModelCard]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from lenspool.card import ModelCard
 from lenspool.client import Client
+from lenspool.config import settings
 from lenspool.integrations.transformer_lens.bridge import PoolBridge
 from lenspool.integrations.transformer_lens.driver import PoolDriver
 from lenspool.integrations.transformer_lens.errors import BadInput
@@ -56,7 +56,7 @@ def boot(
         Model folder, or name on the Hugging Face hub: config and tokenizer are read there, and, only when they are
         used, the weights of final norm and unembedding.
     client
-        Redis URL of a pool, or a client of lenspool, whose settings are taken. Default `LENSPOOL_REDIS`; without that a
+        Redis URL of a pool, or a client of lenspool, whose settings are taken. Default `LENSPOOL_REDIS`, or the configuration; without one a
         pool is started on this machine, and stopped by the bridge's `close`.
     tokenizer
         A transformers tokenizer, in place of the model's.
@@ -95,7 +95,7 @@ def boot(
     architecture = determine_architecture_from_hf_config(config)
     cfg = build_bridge_config_from_hf(config, architecture, model_name, dtype or torch.float32)
     adapter = ArchitectureAdapterFactory.select_architecture_adapter(cfg)
-    url = client if client is not None else os.environ.get("LENSPOOL_REDIS")
+    url = client if client is not None else settings().values.get("redis")
     own = url is None
     pool = _started(model_name, engine, dtype, store) if own else Pool(_twin(url, served_as, store))
     try:
