@@ -56,8 +56,8 @@ def boot(
         Model folder, or name on the Hugging Face hub: config and tokenizer are read there, and, only when they are
         used, the weights of final norm and unembedding.
     client
-        Redis URL of a pool, or a client of lenspool, whose settings are taken. Default `LENSPOOL_REDIS`, or the configuration; without one a
-        pool is started on this machine, and stopped by the bridge's `close`.
+        Redis URL of a pool, or a client of lenspool, whose settings are taken. Default `LENSPOOL_REDIS`, or the
+        configuration; without one a pool is started on this machine, and stopped by the bridge's `close`.
     tokenizer
         A transformers tokenizer, in place of the model's.
     dtype, max_model_len
