@@ -110,7 +110,7 @@ def test_names_filter_in_every_form(bridge: PoolBridge) -> None:
     }
     with pytest.raises(KeyError, match="matched no hook points"):
         keys("blocks.7.nonsense")
-    _, cache = bridge.run_with_cache(TOKENS, names_filter=HOOK, pos_slice=-1, remove_batch_dim=True)
+    _, cache = bridge.run_with_cache(TOKENS, names_filter=alias, pos_slice=-1, remove_batch_dim=True)
     assert cache[HOOK].shape == (1, 576)
     _, plain = bridge.run_with_cache(TOKENS, names_filter=[HOOK], pos_slice=(1, 3), return_cache_object=False)
     assert isinstance(plain, dict) and plain[HOOK].shape == (1, 2, 576)

@@ -15,15 +15,22 @@ BAND = 1e-5
 
 @pytest.fixture(scope="module")
 def caches(bridge: PoolBridge, oracle: Any) -> tuple[Any, Any]:
-    """Everything that either fires, and the logits, for one prompt."""
-    bridge.set_use_attn_result(True)
-    oracle.set_use_attn_result(True)
-    try:
-        with torch.no_grad():
-            return bridge.run_with_cache(TOKENS), oracle.run_with_cache(TOKENS)
-    finally:
-        bridge.set_use_attn_result(False)
-        oracle.set_use_attn_result(False)
+    """Everything that either fires, and the logits, for one prompt.
+
+    Of the oracle in two runs: where it computes results per head, its `o.hook_out` does not fire.
+    """
+    with torch.no_grad():
+        logits, theirs = oracle.run_with_cache(TOKENS)
+        bridge.set_use_attn_result(True)
+        oracle.set_use_attn_result(True)
+        try:
+            per_head = oracle.run_with_cache(TOKENS, names_filter=lambda name: name.endswith("hook_result"))[1]
+            ours = bridge.run_with_cache(TOKENS)
+        finally:
+            bridge.set_use_attn_result(False)
+            oracle.set_use_attn_result(False)
+    theirs.cache_dict |= per_head.cache_dict
+    return ours, (logits, theirs)
 
 
 def test_every_hook_equals_transformerlens(caches: Any, bridge: PoolBridge) -> None:
