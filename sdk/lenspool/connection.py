@@ -69,6 +69,16 @@ class Connection:
         self._feed = TokenFeed(self._queue, self.url)
         self._shared = _Shared()
 
+    def twin(self) -> Self:
+        """Another connection with the same settings, not opened: for another event loop."""
+        return type(self)(
+            self.url,
+            model=self.model,
+            store=self._store,
+            inline_limit=self._inline_limit,
+            patience=self._queue.patience,
+        )
+
     async def __aenter__(self) -> Self:
         self._shared.closed = False
         await self._open()

@@ -28,6 +28,17 @@ def xarray() -> Any:
     return _needed("xarray", "labelled arrays need xarray", "xarray")
 
 
+def transformer_lens() -> Any:
+    """TransformerLens's bridges.
+
+    Raises
+    ------
+    ImportError
+        It is not installed; names the extra.
+    """
+    return _needed("transformer_lens.model_bridge", "the bridge needs TransformerLens 4.3", "transformer-lens")
+
+
 def parquet() -> Any:
     """The module `pyarrow.parquet`.
 

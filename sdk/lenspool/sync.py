@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeVar, Unpack, overload
@@ -15,9 +13,9 @@ from lenspool import handle, local, streaming
 from lenspool.card import HookInfo, ModelCard
 from lenspool.datasets.manifest import Dataset
 from lenspool.interventions import ArrayRef
+from lenspool.loop_thread import LoopThread
 from lenspool.places import Tokens
 from lenspool.plan import Plan
-from lenspool.progress import in_notebook
 from lenspool.result import Capture, Generation
 from lenspool.worker_options import WorkerOptions
 
@@ -25,69 +23,10 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class _Loop:
-    """An event loop in a thread of its own."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="lenspool", daemon=True)
-        self._thread.start()
-
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine there and wait for it; an interrupt of the waiting cancels it."""
-        if _in_a_loop():
-            work.close()
-            raise RuntimeError(
-                "lenspool.sync was called inside a running event loop, which it would block: use lenspool.Client "
-                "(or lenspool.connect_local) and await, or call it in a thread: await asyncio.to_thread(...)"
-            )
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()
-            raise
-
-    def iterate(self, begin: Callable[[], AsyncIterator[T]]) -> Iterator[T]:
-        """Walk through what an async iterator yields; `begin` makes it, in the loop."""
-
-        async def step(items: AsyncIterator[T] | None) -> tuple[AsyncIterator[T], list[T]]:
-            items = begin() if items is None else items
-            try:
-                return items, [await anext(items)]
-            except StopAsyncIteration:
-                return items, []
-
-        items: AsyncIterator[T] | None = None
-        try:
-            while True:
-                items, found = self.run(step(items))
-                if not found:
-                    return
-                yield found[0]
-        finally:
-            if items is not None:
-                self.run(items.aclose())  # type: ignore[attr-defined]
-
-    def close(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-
-
-def _in_a_loop() -> bool:
-    """Whether an event loop runs here. That of a notebook does not count: its cells may block it, and always do."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return not in_notebook()
-
-
 class TokenStream:
     """The sync twin of `lenspool.streaming.TokenStream`: `for delta in client.stream(prompt)`."""
 
-    def __init__(self, loop: _Loop, stream: streaming.TokenStream) -> None:
+    def __init__(self, loop: LoopThread, stream: streaming.TokenStream) -> None:
         self._loop, self._stream = loop, stream
 
     def __iter__(self) -> Iterator[streaming.Delta]:
@@ -129,7 +68,7 @@ class TokenStream:
 class Job:
     """The sync twin of `lenspool.Job`."""
 
-    def __init__(self, loop: _Loop, job: handle.Job[Any]) -> None:
+    def __init__(self, loop: LoopThread, job: handle.Job[Any]) -> None:
         self._loop, self._job = loop, job
         self.id = job.id
 
@@ -163,10 +102,10 @@ class Client:
         patience: float | None = None,
     ) -> None:
         inner = aio.Client(url, model=model, store=store, inline_limit=inline_limit, patience=patience)
-        self._loop, self._client = _Loop(), inner
+        self._loop, self._client = LoopThread(), inner
 
     @classmethod
-    def _of(cls, loop: _Loop, inner: aio.Client) -> Self:
+    def _of(cls, loop: LoopThread, inner: aio.Client) -> Self:
         client = cls.__new__(cls)
         client._loop, client._client = loop, inner
         return client
@@ -200,6 +139,10 @@ class Client:
     def with_options(self, **options: Unpack[aio.Options]) -> Self:
         """See `lenspool.Client.with_options`."""
         return self._of(self._loop, self._client.with_options(**options))
+
+    def twin(self) -> aio.Client:
+        """See `lenspool.Client.twin`."""
+        return self._client.twin()
 
     def models(self) -> list[ModelCard]:
         """See `lenspool.Client.models`."""
@@ -325,7 +268,7 @@ def connect_local(
     **options: Unpack[WorkerOptions],
 ) -> Iterator[Client]:
     """The sync twin of `lenspool.connect_local`; the same arguments."""
-    loop = _Loop()
+    loop = LoopThread()
     context = local.connect_local(
         model,
         store=store,

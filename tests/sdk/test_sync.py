@@ -12,6 +12,7 @@ import pytest
 
 import lenspool
 from lenspool import handle, streaming, sync
+from lenspool.loop_thread import LoopThread
 from lenspool.testing import FakePool
 
 ONLY_SYNC = {"run", "close"}
@@ -58,7 +59,7 @@ def test_attributes_of_a_client_are_those_of_its_twin() -> None:
 
 @pytest.fixture
 def twin() -> Any:
-    client = sync.Client._of(sync._Loop(), FakePool().client())
+    client = sync.Client._of(LoopThread(), FakePool().client())
     with client:
         yield client
 

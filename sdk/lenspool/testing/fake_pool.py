@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -112,6 +112,9 @@ class _FakeClient(Client):
         super().__init__("redis://fake.invalid", store=False, patience=0.0)
         self._pool = pool
         self._shared.ready = pool.card, Desk(self._queue, self._feed, pool, pool.tokenizer)
+
+    def twin(self) -> Self:
+        return type(self)(self._pool)
 
     async def _open(self) -> None:
         return None

@@ -1,0 +1,50 @@
+"""A bridge to the session's pool, and TransformerLens's own bridge of the same model in float32: the oracle."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lenspool import Client
+from lenspool.integrations.transformer_lens import PoolBridge, boot_pool
+
+os.environ.setdefault("WANDB_MODE", "disabled")
+
+TOKENS = torch.tensor([[1, 504, 3575, 282, 4649, 314]])
+"""The capital of France is"""
+
+
+@pytest.fixture(scope="session")
+def bridge(smollm2: Path, client: Client) -> Iterator[PoolBridge]:
+    with boot_pool(str(smollm2), client) as booted:
+        yield booted
+
+
+@pytest.fixture(scope="session")
+def oracle(smollm2: Path) -> Any:
+    """TransformerLens's torch model; it knows of no pool."""
+    from transformer_lens.model_bridge import TransformerBridge
+
+    with torch.no_grad():
+        return TransformerBridge.boot_transformers(str(smollm2), device="cpu", dtype=torch.float32)
+
+
+@pytest.fixture(autouse=True)
+def no_gradients() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+def far(got: torch.Tensor, expected: torch.Tensor) -> float:
+    """Relative L2 distance, of what is finite in both; of zeros the distance itself."""
+    assert got.shape == expected.shape
+    keep = expected > torch.finfo(torch.float32).min / 2  # masked attention scores
+    assert torch.equal(keep, got > torch.finfo(torch.float32).min / 2)
+    got, expected = got[keep].double(), expected[keep].double()
+    assert torch.isfinite(got).all()
+    return float((got - expected).norm() / (expected.norm() or 1.0))
