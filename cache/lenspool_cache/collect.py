@@ -173,21 +173,32 @@ class _Round:
         """Without the records whose rows the index has in another place; those that it has nowhere are added."""
         at = {place[:3]: place[3:] for place in self.store._index.all()}
         packs = set(self.all)
-        lost = [
-            Place(r.key, r.start, r.rows, pack, slot)
+        items = [
+            (pack, slot, r)
             for pack, slot, r in whole
             if pack in self.sealed and at.get((r.key, r.start, r.rows), ("",))[0] not in packs
         ]
-        if lost:
-            self.store._index.insert(lost)
+        if items:
+            lost = [Place(r.key, r.start, r.rows, pack, slot) for pack, slot, r in items]
+            self.store._index.insert(lost, self.store.blocks_in(items))
             at |= {place[:3]: place[3:] for place in self.store._index.find([p.key for p in lost])}
         return [item for item in whole if at.get((item[2].key, item[2].start, item[2].rows), item[:2]) == item[:2]]
 
     # -- eviction
 
+    def _pinned(self) -> set[bytes]:
+        """Pinned keys, and those of runs that lend rows to pinned ones."""
+        pinned = self.store.pins.keys()
+        lenders: set[bytes] = set()
+        items = [(pack, slot, record) for pack, some in self.live.items() for slot, record in some] if pinned else []
+        for _, record, run in self.store.runs_in(items):
+            if not pinned.isdisjoint((run.key, record.key)):
+                lenders |= self.store._index.lenders(run.blocks).keys()
+        return pinned | lenders
+
     def _evict(self) -> bool:
         """Drop what the limits do not allow; whether the store was too large."""
-        pinned, used, now = self.store.pins.keys(), self.store._usage.all(), time.time_ns()
+        pinned, used, now = self._pinned(), self.store._usage.all(), time.time_ns()
         last: dict[bytes, int] = {}
         holders: dict[bytes, list[tuple[str, Item]]] = defaultdict(list)
         for pack in self.sealed:
@@ -261,7 +272,7 @@ class _Round:
         """Copy what lives in a pack to another, and remove it."""
         began = time.monotonic()
         moved = copy_items(self.store, pack, self.live.get(pack, []), writers)
-        self.store._index.move(moved.pairs)
+        self.store._index.move(moved.pairs, moved.blocks)
         # Records of the same puts elsewhere must count without those that go now.
         for other, items in self.all.items():
             if other != pack:

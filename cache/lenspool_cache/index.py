@@ -1,7 +1,7 @@
 """The SQLite index: finds the records of an entry. It can be thrown away at any time and is rebuilt from the packs.
 
-It says only "entry key -> pack and slot". All else is read from the record in the pack, which has a checksum, so a
-damaged index can make the store miss but not lie.
+It says only "entry key -> pack and slot", and "hash of a block -> runs that may have rows of it". All else is read from
+the record in the pack, which has a checksum, so a damaged index can make the store miss but not lie.
 
 Many processes share the file (WAL mode). A missing, damaged or foreign file is replaced under a lock file; processes
 that still have the old one open notice that it was replaced and do their last operation again on the new one.
@@ -16,7 +16,7 @@ import sqlite3
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from itertools import count
+from itertools import count, groupby
 from pathlib import Path
 from threading import RLock
 from typing import NamedTuple, TypeVar
@@ -28,13 +28,15 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-INDEX_VERSION = 2
+INDEX_VERSION = 3
 _SCHEMA = (
     "CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID",
     "CREATE TABLE pack (id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE)",
     """CREATE TABLE entry (key BLOB NOT NULL, start INTEGER NOT NULL, rows INTEGER NOT NULL, pack INTEGER NOT NULL,
        slot INTEGER NOT NULL, PRIMARY KEY (key, start, rows)) WITHOUT ROWID""",
     "CREATE TABLE used (key BLOB PRIMARY KEY, time INTEGER NOT NULL) WITHOUT ROWID",
+    "CREATE TABLE lender (id INTEGER PRIMARY KEY, run BLOB NOT NULL, pack INTEGER NOT NULL, UNIQUE (run, pack))",
+    """CREATE TABLE block (hash BLOB NOT NULL, lender INTEGER NOT NULL, PRIMARY KEY (hash, lender)) WITHOUT ROWID""",
 )
 _DELETE = (
     "DELETE FROM entry WHERE key = ? AND start = ? AND rows = ? "
@@ -66,6 +68,17 @@ class Place(NamedTuple):
     slot: int
 
 
+class Block(NamedTuple):
+    """A pack has rows that a run has computed for positions of a block (`Run.blocks`)."""
+
+    hash: bytes
+    run: bytes
+    pack: str
+
+
+Truth = Callable[[], tuple[Iterable[Place], Iterable[Block]]]
+
+
 class Index:
     """The index of one store.
 
@@ -76,14 +89,12 @@ class Index:
     store_id
         Identity of the store; an index of another store is not believed.
     truth
-        Gives all places that the packs hold, oldest first.
+        Gives all places and blocks that the packs hold, oldest first.
     read_only
         Never create or change a file. Where SQLite cannot read the index that way, it is built in memory.
     """
 
-    def __init__(
-        self, folder: Path, store_id: str, truth: Callable[[], Iterable[Place]], *, read_only: bool = False
-    ) -> None:
+    def __init__(self, folder: Path, store_id: str, truth: Truth, *, read_only: bool = False) -> None:
         self.path = folder / "index.sqlite"
         self.store_id = store_id
         self.read_only = read_only
@@ -116,19 +127,39 @@ class Index:
 
         return self._run(work)
 
-    def insert(self, places: Sequence[Place]) -> None:
+    def lenders(self, hashes: Sequence[bytes]) -> dict[bytes, bytes]:
+        """Runs that may have rows of blocks: run key -> the last block of its that is among these, in chain order."""
+
+        def work(db: sqlite3.Connection) -> dict[bytes, bytes]:
+            found: dict[bytes, bytes] = {}
+            order = {hash_: i for i, hash_ in enumerate(hashes)}
+            for i in range(0, len(hashes), _VARIABLES):
+                some = hashes[i : i + _VARIABLES]
+                rows = db.execute(
+                    "SELECT run, hash FROM block JOIN lender ON lender.id = block.lender "
+                    f"WHERE hash IN ({','.join('?' * len(some))})",
+                    some,
+                )
+                for run, hash_ in rows:
+                    if run not in found or order[found[run]] < order[hash_]:
+                        found[run] = hash_
+            return found
+
+        return self._run(work)
+
+    def insert(self, places: Sequence[Place], blocks: Iterable[Block] = ()) -> None:
         """Add places, all in one transaction. Where the same rows of an entry have a place already, that one stays."""
-        self._run(lambda db: self._transaction(db, lambda: _insert(db, places)))
+        self._run(lambda db: self._transaction(db, lambda: _insert(db, places, blocks)))
 
     def drop(self, places: Sequence[Place]) -> None:
         """Remove places, unless another record has taken over their rows meanwhile."""
         self._run(lambda db: self._transaction(db, lambda: db.executemany(_DELETE, places)))
 
-    def move(self, pairs: Sequence[tuple[Place, Place]]) -> None:
+    def move(self, pairs: Sequence[tuple[Place, Place]], blocks: Iterable[Block] = ()) -> None:
         """Replace places by others, in one transaction; one that was dropped meanwhile stays away."""
 
         def work(db: sqlite3.Connection) -> None:
-            _insert(db, [new for old, new in pairs if db.execute(_DELETE, old).rowcount])
+            _insert(db, [new for old, new in pairs if db.execute(_DELETE, old).rowcount], blocks)
 
         self._run(lambda db: self._transaction(db, lambda: work(db)))
 
@@ -142,11 +173,13 @@ class Index:
         return self._run(lambda db: dict(db.execute("SELECT key, time FROM used")))
 
     def forget_unused(self) -> None:
-        """Delete the times of entries, and the names of packs, that are gone."""
+        """Delete the times of entries, and the names and blocks of packs, that are gone."""
 
         def work(db: sqlite3.Connection) -> None:
             db.execute("DELETE FROM used WHERE key NOT IN (SELECT key FROM entry)")
             db.execute("DELETE FROM pack WHERE id NOT IN (SELECT pack FROM entry)")
+            db.execute("DELETE FROM lender WHERE pack NOT IN (SELECT id FROM pack)")
+            db.execute("DELETE FROM block WHERE lender NOT IN (SELECT id FROM lender)")
 
         self._run(lambda db: self._transaction(db, lambda: work(db)))
 
@@ -353,7 +386,7 @@ class Index:
             db.execute("INSERT INTO meta VALUES ('store', ?)", (self.store_id,))
             # Scanned only now that writers find the new file: whoever committed to the old one before has its
             # records in the packs, and whoever commits later will notice the new file.
-            _insert(db, self._truth())
+            _insert(db, *self._truth())
             db.execute(f"PRAGMA user_version = {INDEX_VERSION}")
 
         self._transaction(db, work)
@@ -370,15 +403,19 @@ class Index:
             raise
 
 
-def _insert(db: sqlite3.Connection, places: Iterable[Place]) -> None:
-    ids: dict[str, int] = {}
+def _insert(db: sqlite3.Connection, places: Iterable[Place], blocks: Iterable[Block]) -> None:
+    packs: dict[str, int] = {}
 
-    def rows() -> Iterator[tuple[bytes, int, int, int, int]]:
-        for place in places:
-            if place.pack not in ids:
-                db.execute("INSERT OR IGNORE INTO pack (name) VALUES (?)", (place.pack,))
-                ids[place.pack] = db.execute("SELECT id FROM pack WHERE name = ?", (place.pack,)).fetchone()[0]
-            yield place.key, place.start, place.rows, ids[place.pack], place.slot
+    def number(name: str) -> int:
+        if name not in packs:
+            db.execute("INSERT OR IGNORE INTO pack (name) VALUES (?)", (name,))
+            packs[name] = db.execute("SELECT id FROM pack WHERE name = ?", (name,)).fetchone()[0]
+        return packs[name]
 
-    for row in rows():
-        db.execute("INSERT OR IGNORE INTO entry VALUES (?, ?, ?, ?, ?)", row)
+    for key, start, rows, pack, slot in places:
+        db.execute("INSERT OR IGNORE INTO entry VALUES (?, ?, ?, ?, ?)", (key, start, rows, number(pack), slot))
+    for (run, pack), group in groupby(blocks, key=lambda block: (block.run, block.pack)):
+        db.execute("INSERT OR IGNORE INTO lender (run, pack) VALUES (?, ?)", (run, number(pack)))
+        found = db.execute("SELECT id FROM lender WHERE run = ? AND pack = ?", (run, number(pack)))
+        lender = found.fetchone()[0]
+        db.executemany("INSERT OR IGNORE INTO block VALUES (?, ?)", [(block.hash, lender) for block in group])

@@ -59,6 +59,10 @@ class Segment:
         32-byte entry key.
     slot
         Place of the segment's record in the pack's index.
+    time
+        When the rows were written, in nanoseconds since the epoch.
+    stop
+        Of rows that another run lends: the position from which on they are not those that are asked for.
     """
 
     pack: str
@@ -70,11 +74,19 @@ class Segment:
     checksum: int
     key: bytes
     slot: int
+    time: int = 0
+    stop: int | None = None
 
     @property
     def range(self) -> tuple[int, int]:
-        """Positions `[start, start + rows)`."""
-        return self.start, self.start + self.rows
+        """Positions `[start, start + rows)`, but only those before `stop`."""
+        end = self.start + self.rows
+        return self.start, end if self.stop is None else min(end, self.stop)
+
+    @property
+    def whole(self) -> bool:
+        """Whether all of its rows are those that are asked for."""
+        return self.stop is None
 
     @property
     def nbytes(self) -> int:

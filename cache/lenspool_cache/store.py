@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import logging
 import os
 import weakref
@@ -27,13 +28,15 @@ import numpy as np
 from lenspool_cache import ranges as rg
 from lenspool_cache.arrays import ArrayFolder
 from lenspool_cache.assembly import minimal, parts
-from lenspool_cache.codec import DROPPED, canonical_array
+from lenspool_cache.codec import DROPPED, Record, canonical_array
 from lenspool_cache.errors import CacheCorrupt, CacheError, CacheFull
 from lenspool_cache.identity import store_id
-from lenspool_cache.index import Index, Place
+from lenspool_cache.index import Block, Index, Place
 from lenspool_cache.keys import Run
+from lenspool_cache.lending import Source, blocks_of, borrowed, own
 from lenspool_cache.pins import Pins
 from lenspool_cache.policy import Policy
+from lenspool_cache.prefix import BLOCK, reach
 from lenspool_cache.ranges import Range
 from lenspool_cache.reader import PackPool, PackReader, set_state
 from lenspool_cache.scan import finished, scan_all
@@ -51,7 +54,8 @@ _MOVES = 4  # how often rows are looked for again that a collector took away bet
 class Store:
     """A content-hash store in a folder.
 
-    Threads and processes may share it; a fork is noticed. Of equal rows put twice the first stay.
+    Threads and processes may share it; a fork is noticed. Of equal rows put twice the first stay. Runs that begin alike
+    lend each other rows (`find`), so that those of a shared prefix are stored once.
 
     Parameters
     ----------
@@ -109,21 +113,48 @@ class Store:
         dict
             Name to segments sorted by start. Only names that have segments.
         """
-        by_key = {run.entry(name): name for name in names}
-        found, gone = self._find(run, list(by_key))
-        if gone:  # moved or evicted after the index was asked; it knows better by now
-            found, gone = self._find(run, list(by_key))
-            self._drop(gone, damaged=False)
-        if self._usage.note({segment.key for segment in found}):
-            self._usage.flush()
-            self._packs.sweep()
-        out: dict[str, list[Segment]] = {}
-        for segment in found:
-            out.setdefault(by_key[segment.key], []).append(segment)
+        out = self._found([Source(name, run.key, run.entry(name), own(run)) for name in names])
         return {name: minimal(segments) for name, segments in out.items()}
 
+    def find(self, run: Run, wanted: Mapping[str, Iterable[Range]]) -> dict[str, list[Segment]]:
+        """Segments that make up rows of a run: its own, then those that fill gaps and belong to runs that begin alike.
+
+        Parameters
+        ----------
+        wanted
+            Name to positions.
+
+        Returns
+        -------
+        dict
+            As of `lookup`; what is lent is cut at its `stop`, and stands behind the run's own.
+        """
+        wanted = {name: rg.merge(ranges) for name, ranges in wanted.items()}
+        out = self.lookup(run, wanted)
+        gaps = {n: rg.subtract(ranges, [s.range for s in out.get(n, ())]) for n, ranges in wanted.items()}
+        gaps = {name: gap for name, gap in gaps.items() if gap and reach(name) is not None}
+        first = min((gap[0][0] for gap in gaps.values()), default=0)
+        if not gaps or not run.blocks or first >= BLOCK * (len(run.blocks) + 1):
+            return out
+        lenders = [key for key, last in self._index.lenders(run.blocks).items() if key != run.key]
+        found = self._found(borrowed(run, lenders, gaps))
+        for name, lent in found.items():
+            for segment in sorted(lent, key=lambda s: (s.time, s.start)):  # the oldest, that an answer stays what it is
+                left = rg.subtract(gaps[name], [segment.range])
+                if left != gaps[name]:
+                    gaps[name] = left
+                    out.setdefault(name, []).append(segment)
+        return out
+
+    def missing(self, run: Run, wanted: Mapping[str, Iterable[Range]]) -> dict[str, list[Range]]:
+        """Positions of entries that neither the run nor one that begins like it has; only names that lack any."""
+        wanted = {name: rg.merge(ranges) for name, ranges in wanted.items()}
+        found = self.find(run, wanted)
+        gaps = {name: rg.subtract(ranges, [s.range for s in found.get(name, ())]) for name, ranges in wanted.items()}
+        return {name: gap for name, gap in gaps.items() if gap}
+
     def covered(self, run: Run, names: Iterable[str]) -> dict[str, list[Range]]:
-        """Positions that the store has: name to merged ranges; only names that have any."""
+        """Positions of which the run itself has rows: name to merged ranges; only names that have any."""
         return {name: rg.merge(s.range for s in found) for name, found in self.lookup(run, names).items()}
 
     def read(self, segment: Segment) -> np.ndarray:
@@ -139,7 +170,7 @@ class Store:
         return out
 
     def rows(self, run: Run, name: str, ranges: Iterable[Sequence[int]]) -> np.ndarray:
-        """Rows of an entry at positions, assembled from its segments.
+        """Rows of an entry at positions, assembled from its segments and, where it has none, those that others lend.
 
         Parameters
         ----------
@@ -168,13 +199,13 @@ class Store:
         raise KeyError(f"{name}: rows were evicted or moved {_MOVES} times while they were read")
 
     def _assembled(self, run: Run, name: str, wanted: list[Range]) -> np.ndarray:
-        segments = self.lookup(run, [name]).get(name, [])
+        segments = self.find(run, {name: wanted}).get(name, [])
         missing = rg.subtract(wanted, [s.range for s in segments])
         if missing or not segments:
             raise KeyError(f"{name}: positions {missing} are not stored")
         if len({(s.dtype, s.width) for s in segments}) > 1:
             raise CacheError(f"entry {name} of {run} has rows of several dtypes or widths")
-        if len(wanted) == 1 and len(segments) == 1 and wanted[0] == segments[0].range:
+        if len(wanted) == 1 and len(segments) == 1 and wanted[0] == segments[0].range and segments[0].whole:
             return self.read(segments[0])
         out = self._reader(segments[0]).empty(rg.count(wanted))
         for segment, group in groupby(parts(segments, wanted), key=lambda part: part.segment):
@@ -200,7 +231,7 @@ class Store:
         Returns
         -------
         int
-            Payload bytes written: rows that the store has already are not written again.
+            Payload bytes written: rows that the store has already, of this run or lent, are not written again.
 
         Raises
         ------
@@ -215,12 +246,13 @@ class Store:
         self.require_writable()
         checked = {name: [_rows(name, start, array) for start, array in parts] for name, parts in entries.items()}
         with self._write_lock:
-            pieces = cut(checked, self.covered(run, checked))
+            pieces = cut(checked, self.missing(run, {n: _spans(parts) for n, parts in checked.items()}))
             needed = sum(piece.array.nbytes for piece in pieces)
             if not pieces:
                 return 0
             with self.errors(needed):
-                self._index.insert(self._writers.write(run, pieces))
+                places = self._writers.write(run, pieces)
+                self._index.insert(places, blocks_of(run, checked, places))
                 self._writers.sync_sometimes(needed)
             return needed
 
@@ -347,9 +379,30 @@ class Store:
 
     # -- inside
 
-    def _truth(self) -> Iterator[Place]:
-        for pack, slot, record in finished(list(scan_all(self._packs))):
-            yield Place(record.key, record.start, record.rows, pack, slot)
+    def _truth(self) -> tuple[Iterable[Place], Iterable[Block]]:
+        whole = finished(list(scan_all(self._packs)))
+        places = [Place(record.key, record.start, record.rows, pack, slot) for pack, slot, record in whole]
+        return places, self.blocks_in(whole)
+
+    def runs_in(self, items: Iterable[tuple[str, int, Record]]) -> Iterator[tuple[Place, Record, Run]]:
+        """Records with their runs, from the key documents beside them; without those that cannot be read."""
+        runs: dict[tuple[str, int], Run | None] = {}
+        for pack, slot, record in items:
+            at = pack, record.document_offset
+            if at not in runs:
+                document = None
+                with contextlib.suppress(CacheCorrupt, OSError):
+                    document = self._packs.get(pack).document(record)
+                runs[at] = None if document is None else Run(json.loads(document))
+            if (run := runs[at]) is not None:
+                yield Place(record.key, record.start, record.rows, pack, slot), record, run
+
+    def blocks_in(self, items: Iterable[tuple[str, int, Record]]) -> Iterator[Block]:
+        """Blocks of records."""
+        for place, record, run in self.runs_in(items):
+            with contextlib.suppress(CacheCorrupt, OSError):
+                name = self._packs.get(place.pack).name(record)
+                yield from blocks_of(run, [] if name is None else [name], [place])
 
     def _reader(self, segment: Segment) -> PackReader:
         try:
@@ -380,28 +433,43 @@ class Store:
         self._drop([place], damaged=not evicted)
         raise CacheCorrupt(segment.key.hex(), detail) from cause
 
-    def _find(self, run: Run, keys: Sequence[bytes]) -> tuple[list[Segment], list[Place]]:
-        """Segments of entries of a run, and places that the index gave but whose record is evicted."""
+    def _found(self, sources: Sequence[Source]) -> dict[str, list[Segment]]:
+        """Segments of entries by name, in any order; what was moved or evicted meanwhile is looked for again."""
+        by_key = {source.entry: source for source in sources}
+        found, gone = self._find(by_key)
+        if gone:  # moved or evicted after the index was asked; it knows better by now
+            found, gone = self._find(by_key)
+            self._drop(gone, damaged=False)
+        if self._usage.note({segment.key for segment in found}):
+            self._usage.flush()
+            self._packs.sweep()
+        out: dict[str, list[Segment]] = {}
+        for segment in found:
+            out.setdefault(by_key[segment.key].name, []).append(segment)
+        return out
+
+    def _find(self, sources: Mapping[bytes, Source]) -> tuple[list[Segment], list[Place]]:
+        """Segments of entries, and places that the index gave but whose record is evicted."""
         places: dict[str, list[Place]] = {}
-        for place in self._index.find(keys):
+        for place in self._index.find(list(sources)):
             if (place.pack, place.slot) not in self._dropped:
                 places.setdefault(place.pack, []).append(place)
         found: list[Segment] = []
         bad: list[Place] = []
         gone: list[Place] = []
         for pack, group in places.items():
-            found += self._verified(run, pack, group, bad, gone)
+            found += self._verified(sources, pack, group, bad, gone)
         self._drop(bad)
         return found, gone
 
     def _verified(
-        self, run: Run, pack: str, places: list[Place], bad: list[Place], gone: list[Place]
+        self, sources: Mapping[bytes, Source], pack: str, places: list[Place], bad: list[Place], gone: list[Place]
     ) -> Iterator[Segment]:
         """Segments of one pack whose record and key document are right; others go to `bad` or, evicted, to `gone`."""
         try:
             reader = self._packs.get(pack)
             records = reader.records([place.slot for place in places])
-            matches: dict[tuple[int, int], bool] = {}
+            limits: dict[tuple[int, int, bytes], int | None] = {}
             for place, record in zip(places, records, strict=True):
                 if record is None or (record.key, record.start, record.rows) != place[:3]:
                     bad.append(place)
@@ -409,12 +477,17 @@ class Store:
                 if not record.live:
                     gone.append(place)
                     continue
-                at = record.document_offset, record.document_length
-                if at not in matches:
-                    matches[at] = record.document_length == len(run.data) and reader.document(record) == run.data
-                if not matches[at]:
+                source = sources[place.key]
+                at = record.document_offset, record.document_length, place.key
+                if at not in limits:
+                    document = reader.document(record)
+                    limits[at] = None if document is None else source.limit(document)
+                stop = limits[at]
+                if stop is None:
                     bad.append(place)
                     continue
+                if stop <= record.start:
+                    continue  # where the runs are alike, this has no rows
                 layout = reader.layout
                 yield Segment(
                     pack,
@@ -426,6 +499,8 @@ class Store:
                     record.checksum,
                     record.key,
                     place.slot,
+                    record.time,
+                    stop if stop < record.start + record.rows else None,
                 )
         except OSError as error:
             if error.errno not in _GONE:
@@ -481,6 +556,10 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
+
+
+def _spans(parts: Iterable[tuple[int, np.ndarray]]) -> list[Range]:
+    return [(start, start + len(array)) for start, array in parts]
 
 
 def _rows(name: str, start: int, array: np.ndarray) -> tuple[int, np.ndarray]:

@@ -103,7 +103,7 @@ async def test_the_snippets_of_the_docs_run(client: Client) -> None:
     pytest.importorskip("matplotlib", reason="an extra").use("Agg")
     text = (Path(__file__).parents[2] / "docs" / "results.md").read_text()
     snippets = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    assert len(snippets) == 8
+    assert len(snippets) == 9
     names: dict[str, Any] = {"client": client}
     for snippet in snippets:
         code = compile(snippet, "docs/results.md", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
