@@ -12,7 +12,7 @@ DEVICE ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
 export HF_HUB_OFFLINE ?= 1
 export VLLM_NO_USAGE_STATS ?= 1
 
-.PHONY: install demo test test-redis chaos parity lint format bench bench-queue bench-prefix clean
+.PHONY: install demo test test-redis chaos parity lint format bench bench-queue bench-store bench-prefix clean
 
 install: $(STAMP)
 
@@ -58,6 +58,9 @@ bench-queue: install
 
 bench-prefix: install
 	$(PY) benchmarks/prefix.py
+
+bench-store: install
+	$(PY) benchmarks/store.py
 
 # Every family, hook and mode against transformers, into docs/parity.md (some 20 minutes); docs/hooks.md from the vocabulary.
 parity: install

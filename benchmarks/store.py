@@ -1,24 +1,29 @@
-"""The store against a raw copy, np.save and bare h5py: `python benchmarks/store.py [MB of a capture] [captures]`.
+"""The store against raw files, bare h5py, np.save, safetensors, zarr and LMDB: `python benchmarks/store.py --help`.
 
-A capture is one hook, [rows, 4096] bfloat16. Everything is in the page cache; files are new in each round; the best
-of the rounds counts. Ratios are to bare h5py of the same bytes (time), so less is better.
+Rows are [rows, 4096] of two bytes. Everything is in the page cache, in new files each round; the order of the ways
+turns from round to round, and the best of the rounds counts: on a virtual machine memory that is touched for the first
+time costs ten times as much as all else. Captures: ratios of time to bare h5py of the same bytes. Streaming fills a
+shuffle buffer of 64 MB, as training does, with whole captures in order or with shuffled blocks of 1 MB: ratios of
+bandwidth to `preadv` of the same from raw files.
 """
 
 from __future__ import annotations
 
-import sys
+import argparse
+import random
+import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import h5py
-import ml_dtypes
 import numpy as np
+from store_rivals import WAYS
 
-from lenspool_cache import Run, Store
-
-WIDTH, ROUNDS, SMALL = 4096, 3, 2000
+WIDTH, BLOCK = 4096, 128  # elements of a row, rows of a block: 1 MB
+BUFFER = np.zeros((64 * BLOCK, WIDTH), np.uint16)
+FILE_PER_ENTRY = {"raw files", "bare h5py", "np.save", "safetensors", "zarr"}
+FEW = 2000  # small entries of ways that make a file for each
 
 
 def seconds(work: Callable[[], object]) -> float:
@@ -27,78 +32,104 @@ def seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-def run_of(number: int) -> Run:
-    return Run({"benchmark": "store", "number": number})
+def warm(folder: Path, megabytes: int) -> None:
+    """Touch as much memory as a round needs."""
+    path, chunk = folder / "warm", bytes(1 << 20)
+    with path.open("wb") as file:
+        for _ in range(megabytes):
+            file.write(chunk)
+    path.unlink()
 
 
-def measure(folder: Path, rows: np.ndarray, count: int) -> dict[str, tuple[float, float]]:
-    """Name to seconds of write and of read-back."""
-    out = {}
-    bits, numbers = rows.view(np.uint16), range(count)
-    for name in ("raw", "np.save", "h5py"):
-        (folder / name).mkdir()
-
-    def raw_read(n: int) -> None:
-        bits_read = np.empty_like(bits)
-        with (folder / "raw" / str(n)).open("rb", buffering=0) as file:
-            file.readinto(bits_read)
-
-    def h5py_write(n: int) -> None:
-        with h5py.File(folder / "h5py" / f"{n}.h5", "w") as file:
-            file["rows"] = bits
-
-    def h5py_read(n: int) -> np.ndarray:
-        with h5py.File(folder / "h5py" / f"{n}.h5", "r") as file:
-            return file["rows"][:]
-
-    ways: dict[str, tuple[Callable[[int], object], Callable[[int], object]]] = {
-        "raw file": (lambda n: (folder / "raw" / str(n)).write_bytes(bits.data), raw_read),
-        "np.save": (
-            lambda n: np.save(folder / "np.save" / str(n), bits),
-            lambda n: np.load(folder / "np.save" / f"{n}.npy"),
-        ),
-        "bare h5py": (h5py_write, h5py_read),
+def captures(folder: Path, name: str, rows: np.ndarray, count: int, seed: int) -> dict[str, float]:
+    """Seconds of writing, reading whole, and reading blocks in order and shuffled."""
+    folder.mkdir()
+    way = WAYS[name](folder)
+    blocks = [(n, at) for n in range(count) for at in range(0, len(rows), BLOCK)]
+    random.Random(seed).shuffle(blocks)
+    whole, pieces = BUFFER.reshape(-1, *rows.shape), BUFFER.reshape(-1, BLOCK, WIDTH)
+    out = {
+        "write": seconds(lambda: [way.write(n, rows) for n in range(count)]),
+        "read": seconds(lambda: [way.read(n) for n in range(count)]),
+        "in order": seconds(lambda: [way.fill(n, 0, whole[n % len(whole)]) for n in range(count)]),
+        "shuffled": seconds(lambda: [way.fill(n, at, pieces[i % len(pieces)]) for i, (n, at) in enumerate(blocks)]),
     }
-    with Store(folder / "store") as store:
-        ways["store"] = (
-            lambda n: store.put(run_of(n), {"h": [(0, rows)]}),
-            lambda n: store.rows(run_of(n), "h", [(0, len(rows))]),
-        )
-        for name, (write, read) in ways.items():
-            out[name] = (
-                seconds(lambda write=write: [write(n) for n in numbers]),
-                seconds(lambda read=read: [read(n) for n in numbers]),
-            )
+    way.close()
+    shutil.rmtree(folder)
     return out
 
 
-def small(folder: Path) -> tuple[float, float]:
-    """Microseconds of a put and of a get of an entry of 8 KB."""
-    rows = np.ones((1, WIDTH), np.float16)
-    runs = [run_of(n) for n in range(SMALL)]
-    with Store(folder / "small") as store:
-        put = seconds(lambda: [store.put(run, {"h": [(0, rows)]}) for run in runs])
-        get = seconds(lambda: [store.rows(run, "h", [(0, 1)]) for run in runs])
-    return put / SMALL * 1e6, get / SMALL * 1e6
+def small(folder: Path, name: str, count: int) -> tuple[float, float, float]:
+    """Microseconds of a put and of a get of one row, and bytes on the disk for each of its bytes."""
+    folder.mkdir()
+    way, row = WAYS[name](folder), np.ones((1, WIDTH), np.uint16)
+    order = random.Random(0).sample(range(count), min(count, 20_000))
+    put = seconds(lambda: [way.write(n, row) for n in range(count)]) / count * 1e6
+    get = seconds(lambda: [way.read(n) for n in order]) / len(order) * 1e6
+    way.close()
+    disk = sum(path.stat().st_blocks * 512 for path in folder.rglob("*"))
+    shutil.rmtree(folder)
+    return put, get, disk / (count * row.nbytes)
 
 
-def main(megabytes: int = 32, count: int = 16) -> None:
-    """Measure and print a table."""
-    rows = np.random.default_rng(0).standard_normal((megabytes * 128, WIDTH), np.float32).astype(ml_dtypes.bfloat16)
-    best: dict[str, list[float]] = {}
-    few = [float("inf")] * 2
-    for _ in range(ROUNDS):
-        with tempfile.TemporaryDirectory() as folder:
-            for name, times in measure(Path(folder), rows, count).items():
-                best[name] = list(map(min, best.get(name, times), times))
-            few = list(map(min, few, small(Path(folder))))
-    total = rows.nbytes * count / 1e9
-    print(f"{count} captures of {megabytes} MB    write GB/s  ratio    read GB/s  ratio")
-    for name, (write, read) in best.items():
-        base_write, base_read = best["bare h5py"]
-        print(f"{name:24} {total / write:12.2f} {write / base_write:6.2f} {total / read:12.2f} {read / base_read:6.2f}")
-    print(f"entries of 8 KB: put {few[0]:.0f} us, get {few[1]:.0f} us")
+def table(title: str, columns: Sequence[str], lines: dict[str, list[str]]) -> None:
+    print(f"\n{title:30}" + "".join(f"{column:>16}" for column in columns))
+    for name, cells in lines.items():
+        print(f"{name:30}" + "".join(f"{cell:>16}" for cell in cells))
+
+
+def main() -> None:
+    """Measure and print tables."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--mb", type=int, default=32, help="MB of a capture")
+    parser.add_argument("--captures", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--entries", type=int, default=100_000, help="small entries; 1000000 takes 8 GB and minutes")
+    parser.add_argument("--folder", type=Path, help="where to write; default: the system's temporary folder")
+    options = parser.parse_args()
+    rows = np.random.default_rng(0).integers(0, 1 << 16, (options.mb * BLOCK, WIDTH), np.uint16)
+    best: dict[str, dict[str, float]] = {}
+    with tempfile.TemporaryDirectory(dir=options.folder) as root:
+        warm(Path(root), 3 * options.mb * options.captures)
+        for number in range(options.rounds):
+            names = list(WAYS)
+            for name in names[number % len(names) :] + names[: number % len(names)]:
+                times = captures(Path(root) / name, name, rows, options.captures, number)
+                best[name] = {key: min(value, best.get(name, times)[key]) for key, value in times.items()}
+        total, base, limit = rows.nbytes * options.captures / 1e9, best["bare h5py"], best["raw files"]
+        table(
+            f"{options.captures} captures of {options.mb} MB",
+            ("write GB/s", "time / h5py", "read GB/s", "time / h5py", "in order", "of raw", "shuffled", "of raw"),
+            {
+                name: [
+                    *(
+                        f(key)
+                        for key in ("write", "read")
+                        for f in (
+                            lambda key, t=times: f"{total / t[key]:.2f}",
+                            lambda key, t=times: f"{t[key] / base[key]:.2f}",
+                        )
+                    ),
+                    *(
+                        f(key)
+                        for key in ("in order", "shuffled")
+                        for f in (
+                            lambda key, t=times: f"{total / t[key]:.2f}",
+                            lambda key, t=times: f"{limit[key] / t[key]:.2f}",
+                        )
+                    ),
+                ]
+                for name, times in best.items()
+            },
+        )
+        if options.entries:
+            lines = {}
+            for name in WAYS:
+                count = min(options.entries, FEW) if name in FILE_PER_ENTRY else options.entries
+                put, get, disk = small(Path(root) / name, name, count)
+                lines[f"{name} ({count})"] = [f"{put:.0f}", f"{get:.0f}", f"{disk:.2f}"]
+            table("entries of 8 KB", ("put us", "get us", "disk / payload"), lines)
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    main()

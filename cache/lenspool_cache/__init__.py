@@ -1,8 +1,9 @@
 """The content-hash HDF5 store of lenspool. It knows arrays and keys, not jobs or models."""
 
 from lenspool_cache.collect import Collected, collect, evict
-from lenspool_cache.errors import CacheCorrupt, CacheError, CacheFull, LenspoolError
+from lenspool_cache.errors import CacheCorrupt, CacheError, CacheFull, CacheMiss, LenspoolError
 from lenspool_cache.keys import Run, array_digest, canonical_json
+from lenspool_cache.layers import save_lower
 from lenspool_cache.policy import Policy
 from lenspool_cache.segment import Segment
 from lenspool_cache.store import Store
@@ -12,6 +13,7 @@ __all__ = [
     "CacheCorrupt",
     "CacheError",
     "CacheFull",
+    "CacheMiss",
     "Collected",
     "Damage",
     "LenspoolError",
@@ -24,5 +26,6 @@ __all__ = [
     "canonical_json",
     "collect",
     "evict",
+    "save_lower",
     "verify",
 ]

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import io
+import os
 import re
+import time
 import uuid
 from pathlib import Path
 
@@ -16,26 +19,46 @@ from lenspool_cache.errors import CacheCorrupt, CacheError
 from lenspool_cache.keys import array_digest
 from lenspool_cache.segment import SUFFIX, sync
 
+_TOUCH_S = 3600.0
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
-class ArrayFolder:
-    """The arrays of one store."""
+def object_name(digest: str) -> str:
+    """Name of an array's object in a bucket, and of its file in a store.
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    Raises
+    ------
+    KeyError
+        It is not a SHA-256 in hex: it may come from a stranger, and nothing but a digest becomes a path.
+    """
+    if not _DIGEST.fullmatch(digest):
+        raise KeyError(digest)
+    return f"arrays/{digest}{SUFFIX}"
+
+
+def from_bytes(data: bytes) -> np.ndarray:
+    """The array in the bytes of its file.
+
+    Raises
+    ------
+    CacheCorrupt
+        They are no such file.
+    """
+    try:
+        return _read(io.BytesIO(data))
+    except (OSError, RuntimeError, ValueError, KeyError, TypeError) as error:
+        raise CacheCorrupt("array", f"not a readable array file: {error}") from error
+
+
+class ArrayFolder:
+    """The arrays of the store in a folder."""
+
+    def __init__(self, store: Path) -> None:
+        self.folder = store / "arrays"
 
     def path(self, digest: str) -> Path:
-        """File of an array. The digest may come from a stranger, so nothing but a digest becomes a path.
-
-        Raises
-        ------
-        KeyError
-            It is not a SHA-256 in hex.
-        """
-        if not _DIGEST.fullmatch(digest):
-            raise KeyError(digest)
-        return self.folder / f"{digest}{SUFFIX}"
+        """File of an array; as `object_name`."""
+        return self.folder.parent / object_name(digest)
 
     def has(self, digest: str) -> bool:
         """Whether there is a file for this digest."""
@@ -50,6 +73,7 @@ class ArrayFolder:
         digest = array_digest(array)
         path = self.path(digest)
         if path.exists():
+            self._touch(path)
             return digest
         self.folder.mkdir(exist_ok=True)
         temporary = self.folder / f".{digest}.{uuid.uuid4().hex}.tmp"
@@ -84,7 +108,24 @@ class ArrayFolder:
             raise CacheCorrupt(digest, f"not a readable array file: {error}") from error
         if array_digest(array) != digest:
             raise CacheCorrupt(digest, "content does not match the digest")
+        self._touch(path)
         return array
+
+    def used(self) -> dict[str, tuple[int, int]]:
+        """Digest to when an array was last used (nanoseconds since the epoch), and to the bytes that it takes."""
+        out = {}
+        for digest in self.digests():
+            with contextlib.suppress(FileNotFoundError):
+                stat = self.path(digest).stat()
+                out[digest] = stat.st_mtime_ns, stat.st_blocks * 512
+        return out
+
+    @staticmethod
+    def _touch(path: Path) -> None:
+        """The time of a file is that of its last use; one write in an hour will do."""
+        with contextlib.suppress(OSError):  # another user's, or on a read-only disk
+            if time.time() - path.stat().st_mtime > _TOUCH_S:
+                os.utime(path)
 
     def remove(self, digest: str) -> None:
         """Delete the file of an array."""
@@ -112,8 +153,8 @@ def _write(path: Path, array: np.ndarray) -> None:
         file.close()
 
 
-def _read(path: Path) -> np.ndarray:
-    with h5py.File(path, "r", locking=False) as file:
+def _read(source: Path | io.BytesIO) -> np.ndarray:
+    with h5py.File(source, "r", locking=False) as file:
         dataset = file["array"]
         name = str(dataset.attrs["dtype"])
         array = np.empty(dataset.shape, dtype_of(name))

@@ -10,7 +10,7 @@ from typing import Any
 from lenspool_cache.errors import CacheCorrupt
 from lenspool_cache.keys import Run, entry_key
 from lenspool_cache.scan import finished, scan_all
-from lenspool_cache.segment import Segment
+from lenspool_cache.segment import Segment, segment_of
 from lenspool_cache.store import Store
 
 
@@ -49,10 +49,7 @@ def catalog(store: Store, prefix: str = "") -> Iterator[Entry]:
         if not (run.key.hex().startswith(prefix) or record.key.hex().startswith(prefix)):
             continue
         seen.add(rows)
-        layout = reader.layout
-        segment = Segment(
-            pack, record.row, record.start, record.rows, layout.dtype, layout.width, record.checksum, record.key, slot
-        )
+        segment = segment_of(pack, slot, record, reader.layout)
         yield Entry(run, name, segment, record.time, max(record.time, used.get(record.key, 0)))
 
 

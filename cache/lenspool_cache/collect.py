@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import logging
-import os
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -21,8 +20,9 @@ from lenspool_cache.compact import Item, copy_items
 from lenspool_cache.errors import CacheCorrupt, CacheError
 from lenspool_cache.index import Place
 from lenspool_cache.keys import run_key
+from lenspool_cache.lending import runs_at
+from lenspool_cache.locks import locked
 from lenspool_cache.policy import Policy
-from lenspool_cache.reader import set_state
 from lenspool_cache.scan import finished, scan_all
 from lenspool_cache.segment import is_sealed
 from lenspool_cache.store import Store
@@ -31,6 +31,7 @@ from lenspool_cache.writing import Writers
 log = logging.getLogger(__name__)
 
 _ROUNDS = 3
+_ARRAY_GRACE_NS = int(7200e9)  # an array used since then may be asked for by a job on its way; twice `arrays._TOUCH_S`
 _LOW_WATER = 0.9  # of the size limit: down to here, so that not each put evicts again
 _SKELETON = 96 << 10  # what an empty pack may take on the disk
 _DEAD_SHARE = 0.25  # of a pack, from which it is worth a copy of the rest
@@ -47,6 +48,8 @@ class Collected:
         Another process collects at the moment; nothing was done.
     evicted, evicted_bytes
         Segments that were evicted, and their rows' bytes.
+    arrays
+        Arrays that were evicted.
     packs_removed, moved_bytes
         Packs that were removed, and bytes of rows that were copied out of them before.
     before_bytes, after_bytes
@@ -56,6 +59,7 @@ class Collected:
     busy: bool = False
     evicted: int = 0
     evicted_bytes: int = 0
+    arrays: int = 0
     packs_removed: int = 0
     moved_bytes: int = 0
     before_bytes: int = 0
@@ -108,14 +112,11 @@ def evict(store: Store, keys: Iterable[bytes]) -> int:
 
 @contextlib.contextmanager
 def _alone(store: Store) -> Iterator[bool]:
-    fd = os.open(store.path / "collect.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield True
+        with locked(store.path / "collect.lock", fcntl.LOCK_EX | fcntl.LOCK_NB):
+            yield True
     except BlockingIOError:
         yield False
-    finally:
-        os.close(fd)
 
 
 def _by_pack(whole: Iterable[tuple[str, int, Record]]) -> dict[str, list[Item]]:
@@ -140,15 +141,14 @@ def _drop(store: Store, pack: str, items: list[Item]) -> None:
     store._index.drop([Place(r.key, r.start, r.rows, pack, slot) for slot, r in items])
     with contextlib.suppress(FileNotFoundError):
         reader = store._packs.get(pack)
-        set_state(reader.path, reader.layout, [slot for slot, _ in items], DROPPED)
+        reader.mark([slot for slot, _ in items], DROPPED)
 
 
 class _Round:
     def __init__(self, store: Store, policy: Policy, report: Collected, bytes_per_s: float | None) -> None:
         self.store, self.policy, self.report, self.bytes_per_s = store, policy, report, bytes_per_s
         names = store._packs.names()
-        with contextlib.suppress(FileNotFoundError):
-            self.sealed = [name for name in names if is_sealed(store._packs.folder / name)]
+        self.sealed = [name for name in names if is_sealed(store._packs.folder / name)]
         # Read after that: puts that went to a sealed pack are finished, or never will be.
         scans = list(scan_all(store._packs))
         whole = finished(scans)
@@ -180,7 +180,7 @@ class _Round:
         ]
         if items:
             lost = [Place(r.key, r.start, r.rows, pack, slot) for pack, slot, r in items]
-            self.store._index.insert(lost, self.store.blocks_in(items))
+            self.store._index.insert(lost)
             at |= {place[:3]: place[3:] for place in self.store._index.find([p.key for p in lost])}
         return [item for item in whole if at.get((item[2].key, item[2].start, item[2].rows), item[:2]) == item[:2]]
 
@@ -190,10 +190,10 @@ class _Round:
         """Pinned keys, and those of runs that lend rows to pinned ones."""
         pinned = self.store.pins.keys()
         lenders: set[bytes] = set()
-        items = [(pack, slot, record) for pack, some in self.live.items() for slot, record in some] if pinned else []
-        for _, record, run in self.store.runs_in(items):
-            if not pinned.isdisjoint((run.key, record.key)):
-                lenders |= self.store._index.lenders(run.blocks).keys()
+        places = [Place(r.key, r.start, r.rows, pack, slot) for pack, items in self.live.items() for slot, r in items]
+        for place, _, run in runs_at(self.store._packs, places if pinned else ()):
+            if not pinned.isdisjoint((run.key, place.key)):
+                lenders |= self.store._index.lenders(run.blocks)
         return pinned | lenders
 
     def _evict(self) -> bool:
@@ -208,6 +208,11 @@ class _Round:
                 time_of = max(record.time, used.get(record.key, 0))
                 last[record.key] = max(time_of, last.get(record.key, 0))
                 holders[record.key].append((pack, (slot, record)))
+        arrays: dict[bytes, tuple[str, int]] = {}
+        for digest, (time_of, nbytes) in self.store._arrays.used().items():
+            key = bytes.fromhex(digest)
+            if key not in pinned and now - time_of > _ARRAY_GRACE_NS:
+                last[key], arrays[key] = time_of, (digest, nbytes)
         excess = self._excess()
         oldest = now - int((self.policy.max_age_s or 0) * 1e9)
         victims: dict[str, list[Item]] = defaultdict(list)
@@ -215,6 +220,11 @@ class _Round:
         for key in sorted(last, key=last.__getitem__):
             if freed >= excess and (self.policy.max_age_s is None or last[key] >= oldest):
                 break
+            if key in arrays:
+                digest, nbytes = arrays[key]
+                self.store._arrays.remove(digest)
+                self.report.arrays += 1
+                freed += nbytes
             for pack, item in holders[key]:
                 victims[pack].append(item)
                 freed += self._bytes(pack, [item])
@@ -272,7 +282,7 @@ class _Round:
         """Copy what lives in a pack to another, and remove it."""
         began = time.monotonic()
         moved = copy_items(self.store, pack, self.live.get(pack, []), writers)
-        self.store._index.move(moved.pairs, moved.blocks)
+        self.store._index.move(moved.pairs)
         # Records of the same puts elsewhere must count without those that go now.
         for other, items in self.all.items():
             if other != pack:
@@ -295,4 +305,4 @@ class _Round:
             raise CacheError(f"pack {pack} cannot be read: {error}") from error
         records = reader.records(slots)
         still = [slot for slot, r in zip(slots, records, strict=True) if r is not None and r.live]
-        set_state(reader.path, reader.layout, still, WHOLE)
+        reader.mark(still, WHOLE)

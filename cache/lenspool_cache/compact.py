@@ -9,9 +9,8 @@ from itertools import groupby
 
 from lenspool_cache.codec import Record
 from lenspool_cache.errors import CacheCorrupt
-from lenspool_cache.index import Block, Place
+from lenspool_cache.index import Place
 from lenspool_cache.keys import Run, entry_key
-from lenspool_cache.lending import blocks_of
 from lenspool_cache.reader import PackReader
 from lenspool_cache.store import Store
 from lenspool_cache.writing import Piece, Writers
@@ -23,10 +22,9 @@ _CHUNK = 64 << 20  # bytes of rows in memory at a time
 
 @dataclass(slots=True)
 class Moved:
-    """Old and new places of what was copied, the blocks at the new ones, and the bytes of its rows."""
+    """Old and new places of what was copied, and the bytes of its rows."""
 
     pairs: list[tuple[Place, Place]] = field(default_factory=list)
-    blocks: list[Block] = field(default_factory=list)
     nbytes: int = 0
 
 
@@ -44,23 +42,28 @@ def copy_items(store: Store, pack: str, items: Sequence[Item], writers: Writers)
             for slot, record in chunk:
                 place = Place(record.key, record.start, record.rows, pack, slot)
                 try:
-                    pieces.append(_piece(reader, record))
+                    pieces.append(piece_of(reader, record))
                     old.append(place)
                 except CacheCorrupt:
-                    store._drop([place])
+                    store._own.drop([place])
             if pieces:
                 document = reader.document(chunk[0][1])
                 assert document is not None  # checked with each piece
-                run = Run(json.loads(document))
-                new = writers.write(run, pieces, chunk[0][1].time)
+                new = writers.write(Run(json.loads(document)), pieces, chunk[0][1].time)
                 moved.pairs += zip(old, new, strict=True)
-                moved.blocks += blocks_of(run, {piece.name for piece in pieces}, new)
                 moved.nbytes += sum(piece.array.nbytes for piece in pieces)
     writers.sync()
     return moved
 
 
-def _piece(reader: PackReader, record: Record) -> Piece:
+def piece_of(reader: PackReader, record: Record) -> Piece:
+    """Name and rows of a record, which are checked.
+
+    Raises
+    ------
+    CacheCorrupt
+        They do not match their checksum or key.
+    """
     document, name = reader.document(record), reader.name(record)
     if document is None or name is None or entry_key(document, name) != record.key:
         raise CacheCorrupt(record.key.hex(), "the key is not that of the document and name beside it")

@@ -38,6 +38,19 @@ class CacheCorrupt(CacheError):
         self.key = key
 
 
+class CacheMiss(CacheError, KeyError):
+    """What was asked for is not stored, or not any more: it was evicted. It can be computed again."""
+
+    retryable = True
+
+    def __init__(self, name: str, detail: str, *, job_id: str | None = None) -> None:
+        super().__init__(f"{name}: {detail}", job_id=job_id)
+        self.name = name
+        self.detail = detail
+
+    __str__ = CacheError.__str__  # KeyError's would quote it
+
+
 class CacheFull(CacheError):
     """The disk under the store has no room for an entry.
 

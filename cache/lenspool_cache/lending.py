@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
+from lenspool_cache.errors import CacheCorrupt
 from lenspool_cache.index import Block, Place
 from lenspool_cache.keys import Run, entry_of, run_key
 from lenspool_cache.prefix import BLOCK, common, reach
+from lenspool_cache.reader import PackPool
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +34,20 @@ class Source:
     limit: Callable[[bytes], int | None]
 
 
-def own(run: Run) -> Callable[[bytes], int | None]:
-    """The limit of a run's own entries: the document is the run's, or another's."""
-    return lambda document: sys.maxsize if document == run.data else None
+Sources = Mapping[bytes, Source]
+"""By their entries' keys."""
 
 
-def borrowed(run: Run, lenders: Iterable[bytes], names: Iterable[str]) -> list[Source]:
+def own(run: Run, names: Iterable[str]) -> dict[bytes, Source]:
+    """A run's own entries: the document beside them is the run's, or another's."""
+
+    def limit(document: bytes) -> int | None:
+        return sys.maxsize if document == run.data else None
+
+    return {run.entry(name): Source(name, run.key, run.entry(name), limit) for name in names}
+
+
+def borrowed(run: Run, lenders: Iterable[bytes], names: Iterable[str]) -> dict[bytes, Source]:
     """Entries of other runs, by their keys, that may have rows of a run."""
     alike: dict[bytes, int] = {}
 
@@ -49,19 +59,41 @@ def borrowed(run: Run, lenders: Iterable[bytes], names: Iterable[str]) -> list[S
         return alike[lender] - ahead
 
     reaches = [(name, ahead) for name in names if (ahead := reach(name)) is not None]
-    return [
-        Source(name, lender, entry_of(lender, name), partial(limit, lender, ahead))
+    return {
+        (key := entry_of(lender, name)): Source(name, lender, key, partial(limit, lender, ahead))
         for lender in lenders
         for name, ahead in reaches
-    ]
+    }
 
 
-def blocks_of(run: Run, names: Iterable[str], places: Iterable[Place]) -> Iterator[Block]:
-    """The blocks of a run of which there are rows at some places, of entries with these names, that it may lend."""
-    lent = {run.entry(name) for name in names if reach(name) is not None}
-    seen: set[tuple[str, int]] = set()
-    for place in (place for place in places if place.key in lent):
+def runs_at(packs: PackPool, places: Iterable[Place]) -> Iterator[tuple[Place, str, Run]]:
+    """Places with the names and runs that stand in the packs; without those that cannot be read."""
+    runs: dict[tuple[str, int], Run | None] = {}
+    for place in places:
+        try:
+            reader = packs.get(place.pack)
+            record = reader.records([place.slot])[0]
+            name = None if record is None else reader.name(record)
+            if record is None or name is None:
+                continue
+            at = place.pack, record.document_offset
+            if at not in runs:
+                document = reader.document(record)
+                runs[at] = None if document is None else Run(json.loads(document))
+        except (CacheCorrupt, OSError):
+            continue
+        if (run := runs[at]) is not None:
+            yield place, name, run
+
+
+def blocks_at(packs: PackPool, places: Iterable[Place]) -> Iterator[Block]:
+    """The blocks of which there are rows, at some places, that may be lent."""
+    seen: set[Block] = set()
+    for place, name, run in runs_at(packs, places):
+        if reach(name) is None:
+            continue
         for i in range(place.start // BLOCK, min(-(-(place.start + place.rows) // BLOCK), len(run.blocks))):
-            if (place.pack, i) not in seen:
-                seen.add((place.pack, i))
-                yield Block(run.blocks[i], run.key, place.pack)
+            block = Block(run.blocks[i], run.key, place.pack)
+            if block not in seen:
+                seen.add(block)
+                yield block

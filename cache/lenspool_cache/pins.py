@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
 import re
 import uuid
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
+
+from lenspool_cache.locks import locked
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
@@ -31,7 +30,7 @@ class Pins:
         if any(len(key) != 32 for key in keys):
             raise ValueError("a pinned key has 32 bytes")
         self.folder.mkdir(exist_ok=True)
-        with self._lock():
+        with locked(self.folder / ".lock"):
             lines = sorted(key.hex() for key in keys | self._read(path))
             temporary = self.folder / f".{name}.{uuid.uuid4().hex}.tmp"
             temporary.write_text("\n".join(lines) + "\n")
@@ -42,7 +41,7 @@ class Pins:
         path = self._path(name)
         if not path.exists():
             return False
-        with self._lock():
+        with locked(self.folder / ".lock"):
             path.unlink(missing_ok=True)
         return True
 
@@ -67,12 +66,3 @@ class Pins:
             return {bytes.fromhex(line) for line in path.read_text().split()}
         except FileNotFoundError:
             return set()
-
-    @contextmanager
-    def _lock(self) -> Iterator[None]:
-        fd = os.open(self.folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX)
-            yield
-        finally:
-            os.close(fd)

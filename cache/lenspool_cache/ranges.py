@@ -15,7 +15,10 @@ OpenRange = tuple[int, int | None]
 def merge(ranges: Iterable[Sequence[int]]) -> list[Range]:
     """Sort, drop empty ones, and join ranges that overlap or touch."""
     out: list[Range] = []
-    for start, stop in sorted((int(r[0]), int(r[1])) for r in ranges):
+    pairs = [(int(r[0]), int(r[1])) for r in ranges]
+    if len(pairs) == 1:
+        return pairs if pairs[0][0] < pairs[0][1] else []
+    for start, stop in sorted(pairs):
         if start >= stop:
             continue
         if out and start <= out[-1][1]:
@@ -50,6 +53,8 @@ def subtract(a: Iterable[Sequence[int]], b: Iterable[Sequence[int]]) -> list[Ran
     """Positions of `a` that are not in `b`."""
     left = merge(a)
     for t, f in merge(b):
+        if not left:
+            break
         left = merge(part for s, e in left for part in ((s, min(e, t)), (max(s, f), e)))
     return left
 

@@ -67,6 +67,10 @@ class PackReader:
         """Raw bytes of consecutive records."""
         return self._bytes(self.layout.index_offset + first * RECORD_SIZE, count * RECORD_SIZE)
 
+    def documents(self) -> bytes:
+        """Raw bytes of all documents."""
+        return self._bytes(self.layout.documents_offset, self.layout.documents)
+
     def document(self, record: Record) -> bytes | None:
         """Key document of a record; None when it does not match its checksum."""
         if record.document_offset + record.document_length > self.layout.documents:
@@ -107,15 +111,15 @@ class PackReader:
         """Uninitialised array [rows, width] of the pack's dtype."""
         return np.empty((rows, self.layout.width), dtype_of(self.layout.dtype))
 
-
-def set_state(path: Path, layout: Layout, slots: Sequence[int], state: int) -> None:
-    """Mark records, e.g. as `DROPPED`, so that no rebuilt index brings them back."""
-    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-    try:
-        for slot in slots:
-            write_all(fd, [state.to_bytes(4, "little")], layout.index_offset + slot * RECORD_SIZE + STATE_OFFSET)
-    finally:
-        os.close(fd)
+    def mark(self, slots: Sequence[int], state: int) -> None:
+        """Set the state of records, e.g. to `DROPPED`, so that no rebuilt index brings them back."""
+        fd = os.open(self.path, os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            for slot in slots:
+                place = self.layout.index_offset + slot * RECORD_SIZE + STATE_OFFSET
+                write_all(fd, [state.to_bytes(4, "little")], place)
+        finally:
+            os.close(fd)
 
 
 class PackPool:
@@ -154,15 +158,17 @@ class PackPool:
                 self._open.move_to_end(name)
                 return reader
             self._open.pop(name, None)
-            layout = self._layouts.get(name)
-        path = self.folder / name
-        layout = layout or Layout.read(path)
-        reader = PackReader(path, layout)
+        reader = self._opened(name)
         with self._lock:
-            self._layouts[name] = layout
             self._open[name] = reader
             while len(self._open) > self.limit:
                 self._open.popitem(last=False)
+        return reader
+
+    def _opened(self, name: str) -> PackReader:
+        path, layout = self.folder / name, self._layouts.get(name)
+        reader = PackReader(path, layout or Layout.read(path))
+        self._layouts[name] = reader.layout
         return reader
 
     def names(self) -> list[str]:

@@ -26,23 +26,34 @@ class PackScan:
     torn: list[int] = field(default_factory=list)
 
 
-def scan_pack(name: str, reader: PackReader) -> PackScan:
-    """Read all records of a pack."""
+def scan_pack(name: str, reader: PackReader, first: int = 0, *, to_the_end: bool = True) -> PackScan:
+    """Read the records of a pack.
+
+    Parameters
+    ----------
+    first
+        Slot to begin at.
+    to_the_end
+        Read all of the index. Else stop where thousands of slots are empty: a failed put leaves no larger gap, unless
+        it was as large.
+    """
     found = PackScan(name)
-    for first in range(0, reader.layout.records, _CHUNK):
-        count = min(_CHUNK, reader.layout.records - first)
-        data = reader.index(first, count)
+    for at in range(first, reader.layout.records, _CHUNK):
+        count = min(_CHUNK, reader.layout.records - at)
+        data = reader.index(at, count)
         if data == _EMPTY_CHUNK[: len(data)]:
-            continue
+            if to_the_end:
+                continue
+            break
         for i in range(count):
             item = data[i * RECORD_SIZE : (i + 1) * RECORD_SIZE]
             if item == EMPTY_RECORD:
                 continue
             record = unpack_record(item)
             if record is None:
-                found.torn.append(first + i)
+                found.torn.append(at + i)
             else:
-                found.records.append((first + i, record))
+                found.records.append((at + i, record))
     return found
 
 

@@ -24,8 +24,9 @@ import h5py
 import numpy as np
 from h5py import h5d, h5f, h5p, h5s
 
-from lenspool_cache.codec import RECORD_DTYPE, RECORD_SIZE, dtype_of, hdf5_type, raw
+from lenspool_cache.codec import RECORD_DTYPE, RECORD_SIZE, Record, dtype_of, hdf5_type, raw
 from lenspool_cache.errors import CacheCorrupt
+from lenspool_cache.locks import lock
 
 FORMAT = "lenspool-pack"
 FORMAT_VERSION = 1
@@ -63,6 +64,8 @@ class Segment:
         When the rows were written, in nanoseconds since the epoch.
     stop
         Of rows that another run lends: the position from which on they are not those that are asked for.
+    layer
+        Which layer of the store has it: 0 is its own folder, others are the lower ones, in order.
     """
 
     pack: str
@@ -76,17 +79,13 @@ class Segment:
     slot: int
     time: int = 0
     stop: int | None = None
+    layer: int = 0
 
     @property
     def range(self) -> tuple[int, int]:
         """Positions `[start, start + rows)`, but only those before `stop`."""
         end = self.start + self.rows
         return self.start, end if self.stop is None else min(end, self.stop)
-
-    @property
-    def whole(self) -> bool:
-        """Whether all of its rows are those that are asked for."""
-        return self.stop is None
 
     @property
     def nbytes(self) -> int:
@@ -146,6 +145,22 @@ class Layout:
             raise CacheCorrupt(path.name, f"not a readable pack: {error}") from error
 
 
+def segment_of(pack: str, slot: int, record: Record, layout: Layout) -> Segment:
+    """The segment that a record of a pack describes."""
+    return Segment(
+        pack,
+        record.row,
+        record.start,
+        record.rows,
+        layout.dtype,
+        layout.width,
+        record.checksum,
+        record.key,
+        slot,
+        record.time,
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Need:
     """Space that one put takes in one pack: rows, index records, bytes of documents."""
@@ -195,15 +210,17 @@ def create_pack(folder: Path, store_id: str, dtype: str, width: int, size: int, 
 
 
 def is_sealed(path: Path) -> bool:
-    """Whether a pack has no writer any more, and no foreign HDF5 reader that locks it."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    """Whether a pack surely has no writer any more, and no foreign HDF5 reader that locks it."""
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except (FileNotFoundError, PermissionError):  # gone, or of another user, who may be writing it
+        return False
+    try:
+        return lock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     finally:
         os.close(fd)
-    return True
 
 
 def _write_skeleton(path: Path, store_id: str, dtype: str, width: int, rows: int, records: int, documents: int) -> None:
@@ -267,19 +284,25 @@ class PackWriter:
     def __init__(self, path: Path, layout: Layout) -> None:
         self.path = path
         self.layout = layout
-        self.fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+        self.fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)  # NFS gives no shared lock on a file that cannot be read
         # Ends with the process, however it ends. Shared, so that foreign HDF5 readers, which lock too, may read.
-        fcntl.flock(self.fd, fcntl.LOCK_SH)
+        lock(self.fd, fcntl.LOCK_SH)
         self._row = self._slot = self._document = 0
         self._staged = Need(0, 0, 0)
 
     def fits(self, need: Need) -> bool:
         """Whether there is space for a put, in a file that still has its name."""
+        try:
+            named = os.fstat(self.fd).st_nlink > 0
+        except OSError as error:
+            if error.errno != errno.ESTALE:  # deleted by another machine
+                raise
+            named = False
         return (
-            self._row + need.rows <= self.layout.rows
+            named
+            and self._row + need.rows <= self.layout.rows
             and self._slot + need.records <= self.layout.records
             and self._document + need.documents <= self.layout.documents
-            and os.fstat(self.fd).st_nlink > 0
         )
 
     def stage(self, arrays: Sequence[np.ndarray], documents: Sequence[bytes]) -> tuple[int, int]:

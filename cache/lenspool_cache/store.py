@@ -11,43 +11,46 @@ store/
 from __future__ import annotations
 
 import contextlib
-import errno
-import json
 import logging
 import os
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
-from threading import Lock, RLock
-from typing import NoReturn
+from threading import RLock
 
 import numpy as np
 
 from lenspool_cache import ranges as rg
 from lenspool_cache.arrays import ArrayFolder
 from lenspool_cache.assembly import minimal, parts
-from lenspool_cache.codec import DROPPED, Record, canonical_array
-from lenspool_cache.errors import CacheCorrupt, CacheError, CacheFull
+from lenspool_cache.codec import canonical_array, dtype_of
+from lenspool_cache.errors import CacheCorrupt, CacheError, CacheFull, CacheMiss
+from lenspool_cache.follow import Follower
 from lenspool_cache.identity import store_id
-from lenspool_cache.index import Block, Index, Place
+from lenspool_cache.index import Index, Place
+from lenspool_cache.keeping import Keeper
 from lenspool_cache.keys import Run
-from lenspool_cache.lending import Source, blocks_of, borrowed, own
+from lenspool_cache.layers import below, from_below, lenders_below, open_layers
+from lenspool_cache.lending import Sources, blocks_at, borrowed, own
+from lenspool_cache.lookup import Lookup
+from lenspool_cache.mounts import is_network
 from lenspool_cache.pins import Pins
 from lenspool_cache.policy import Policy
 from lenspool_cache.prefix import BLOCK, reach
 from lenspool_cache.ranges import Range
-from lenspool_cache.reader import PackPool, PackReader, set_state
+from lenspool_cache.reader import PackPool
 from lenspool_cache.scan import finished, scan_all
 from lenspool_cache.segment import Segment, is_full
 from lenspool_cache.usage import Usage
-from lenspool_cache.writing import Writers, cut
+from lenspool_cache.writing import Piece, Writers, cut
 
 log = logging.getLogger(__name__)
 
-_EVICTED = {errno.ENOENT, errno.ESTALE}
-_GONE = _EVICTED | {errno.EIO}
 _MOVES = 4  # how often rows are looked for again that a collector took away between lookup and read
 
 
@@ -63,11 +66,18 @@ class Store:
         Folder. Created, with a `store.json`, unless `read_only`.
     read_only
         Create and change nothing. Works without write permission.
+    lower
+        Folders or URLs (`s3://bucket/path`, extra `s3`) of stores that are only read: what one of them has is not
+        stored again here. By default those that the store itself names (`save_lower`); of these, one that cannot be
+        opened is left out, with a warning.
+    network
+        Several machines write to the folder, so each process has an index of its own; default: whether it is on a
+        network file system.
 
     Raises
     ------
     CacheError
-        The folder is not a store (read-only), is of another version, or cannot be made.
+        The folder is not a store (read-only), is of another version, or cannot be made; so is a layer in `lower`.
 
     Attributes
     ----------
@@ -77,9 +87,18 @@ class Store:
         Identity of the store, given when it was made.
     pins
         Names under which runs and entries are kept whatever the policy says.
+    network
+        Whether several machines may write to the folder.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, read_only: bool = False) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        read_only: bool = False,
+        lower: Sequence[str | os.PathLike[str]] | None = None,
+        network: bool | None = None,
+    ) -> None:
         self.path = Path(path).absolute()
         self.read_only = read_only
         with self.errors(0):
@@ -88,32 +107,46 @@ class Store:
             if not read_only:
                 packs.mkdir(exist_ok=True)
         self._packs = PackPool(packs)
-        self._arrays = ArrayFolder(self.path / "arrays")
-        self._index = Index(self.path, self.id, self._truth, read_only=read_only)
+        self._arrays = ArrayFolder(self.path)
+        self.network = is_network(self.path) if network is None else network
+        follower = Follower(self._packs) if self.network else None
+        self._index = Index(
+            self.path, self.id, self._truth, partial(blocks_at, self._packs), read_only=read_only, follower=follower
+        )
         self.pins = Pins(self.path)
+        self._own = Lookup(self._packs, self._index)
         self._usage = Usage(self._index)
         self._writers = Writers(self._packs, self.id)
         self._write_lock = RLock()
-        self._dropped: set[tuple[str, int]] = set()
-        self._counts_lock = Lock()
-        self._corrupt = 0
+        self._keeper = Keeper(self._writers, self._write_lock)
         self._closed = False
+        self._layers = open_layers(self.path, lower)
         _stores.add(self)
 
     # -- reading
 
-    def lookup(self, run: Run, names: Iterable[str]) -> dict[str, list[Segment]]:
-        """Segments of named entries of a run.
+    def lookup(self, run: Run, names: Iterable[str], within: Range | None = None) -> dict[str, list[Segment]]:
+        """Segments of named entries of a run, here and in the lower layers.
 
         The key document that stands beside the rows is compared with the run's; an entry whose document or record
         is damaged or another's is a miss, is logged and dropped.
+
+        Parameters
+        ----------
+        within
+            Only segments with rows at these positions.
 
         Returns
         -------
         dict
             Name to segments sorted by start. Only names that have segments.
         """
-        out = self._found([Source(name, run.key, run.entry(name), own(run)) for name in names])
+        sources = own(run, names)
+        out = self._found(sources, within)
+        for number, layer in enumerate(self._layers, 1):
+            left = {k: s for k, s in sources.items() if not (within and _covers(out.get(s.name, ()), within))}
+            for segment in below(layer, left, within):
+                out.setdefault(sources[segment.key].name, []).append(replace(segment, layer=number))
         return {name: minimal(segments) for name, segments in out.items()}
 
     def find(self, run: Run, wanted: Mapping[str, Iterable[Range]]) -> dict[str, list[Segment]]:
@@ -129,21 +162,45 @@ class Store:
         dict
             As of `lookup`; what is lent is cut at its `stop`, and stands behind the run's own.
         """
-        wanted = {name: rg.merge(ranges) for name, ranges in wanted.items()}
-        out = self.lookup(run, wanted)
-        gaps = {n: rg.subtract(ranges, [s.range for s in out.get(n, ())]) for n, ranges in wanted.items()}
+        asked = {name: rg.merge(ranges) for name, ranges in wanted.items()}
+        out = self.lookup(run, asked, _span(asked.values()))
+        gaps = {n: rg.subtract(ranges, [s.range for s in out.get(n, ())]) for n, ranges in asked.items()}
         gaps = {name: gap for name, gap in gaps.items() if gap and reach(name) is not None}
         first = min((gap[0][0] for gap in gaps.values()), default=0)
         if not gaps or not run.blocks or first >= BLOCK * (len(run.blocks) + 1):
             return out
-        lenders = [key for key, last in self._index.lenders(run.blocks).items() if key != run.key]
-        found = self._found(borrowed(run, lenders, gaps))
-        for name, lent in found.items():
-            for segment in sorted(lent, key=lambda s: (s.time, s.start)):  # the oldest, that an answer stays what it is
-                left = rg.subtract(gaps[name], [segment.range])
-                if left != gaps[name]:
-                    gaps[name] = left
-                    out.setdefault(name, []).append(segment)
+        for number in range(len(self._layers) + 1):
+            for name, lent in self._lent(run, gaps, number).items():
+                for segment in sorted(lent, key=lambda s: (s.time, s.start)):  # the oldest: an answer stays what it is
+                    left = rg.subtract(gaps[name], [segment.range])
+                    if left != gaps[name]:
+                        gaps[name] = left
+                        out.setdefault(name, []).append(segment)
+            gaps = {name: gap for name, gap in gaps.items() if gap}
+        return out
+
+    def _lent(self, run: Run, gaps: Mapping[str, list[Range]], number: int) -> dict[str, list[Segment]]:
+        """What other runs lend, of one layer."""
+        if not gaps:
+            return {}
+        if not number:
+            return self._found(borrowed(run, self._own.lenders(run.blocks) - {run.key}, gaps), _span(gaps.values()))
+        layer = self._layers[number - 1]
+        sources = borrowed(run, lenders_below(layer, run.blocks) - {run.key}, gaps)
+        out: dict[str, list[Segment]] = {}
+        for segment in below(layer, sources, _span(gaps.values())):
+            out.setdefault(sources[segment.key].name, []).append(replace(segment, layer=number))
+        return out
+
+    def _found(self, sources: Sources, within: Range | None) -> dict[str, list[Segment]]:
+        """Segments of the store's own folder by name, whose use is noted."""
+        out: dict[str, list[Segment]] = {}
+        found = self._own.find(sources, within)
+        if self._usage.note({segment.key for segment in found}):
+            self._usage.flush()
+            self._packs.sweep()
+        for segment in found:
+            out.setdefault(sources[segment.key].name, []).append(segment)
         return out
 
     def missing(self, run: Run, wanted: Mapping[str, Iterable[Range]]) -> dict[str, list[Range]]:
@@ -165,17 +222,26 @@ class Store:
         CacheCorrupt
             The rows do not match their checksum or are gone. The entry is dropped: a later lookup misses it.
         """
-        out = self._reader(segment).empty(segment.rows)
+        layer = self._layers[segment.layer - 1] if segment.layer else None
+        if layer is not None and layer.far:
+            rows = layer.read([segment])[0].copy()
+            self._keep(*layer.identity(segment), {segment: rows})
+            return rows
+        out = _empty(segment, segment.rows)
         self._read_into(segment, out)
         return out
 
-    def rows(self, run: Run, name: str, ranges: Iterable[Sequence[int]]) -> np.ndarray:
+    def rows(
+        self, run: Run, name: str, ranges: Iterable[Sequence[int]], *, out: np.ndarray | None = None
+    ) -> np.ndarray:
         """Rows of an entry at positions, assembled from its segments and, where it has none, those that others lend.
 
         Parameters
         ----------
         ranges
             Half-open position ranges.
+        out
+            Array of the right shape and dtype (or its bits) to fill, in C order; streaming is faster with one.
 
         Returns
         -------
@@ -184,7 +250,7 @@ class Store:
 
         Raises
         ------
-        KeyError
+        CacheMiss
             The entry, or a position of it, is not stored.
         CacheCorrupt
             As in `read`.
@@ -192,31 +258,58 @@ class Store:
         wanted = rg.merge(ranges)
         for _ in range(_MOVES):
             try:
-                return self._assembled(run, name, wanted)
+                return self._assembled(run, name, wanted, out)
             except CacheCorrupt as error:
                 if not isinstance(error.__cause__, OSError):
                     raise
-        raise KeyError(f"{name}: rows were evicted or moved {_MOVES} times while they were read")
+        raise CacheMiss(name, f"rows were evicted or moved {_MOVES} times while they were read")
 
-    def _assembled(self, run: Run, name: str, wanted: list[Range]) -> np.ndarray:
+    def _assembled(self, run: Run, name: str, wanted: list[Range], out: np.ndarray | None) -> np.ndarray:
         segments = self.find(run, {name: wanted}).get(name, [])
         missing = rg.subtract(wanted, [s.range for s in segments])
         if missing or not segments:
-            raise KeyError(f"{name}: positions {missing} are not stored")
+            raise CacheMiss(name, f"positions {missing or wanted} are not stored")
         if len({(s.dtype, s.width) for s in segments}) > 1:
             raise CacheError(f"entry {name} of {run} has rows of several dtypes or widths")
-        if len(wanted) == 1 and len(segments) == 1 and wanted[0] == segments[0].range and segments[0].whole:
-            return self.read(segments[0])
-        out = self._reader(segments[0]).empty(rg.count(wanted))
-        for segment, group in groupby(parts(segments, wanted), key=lambda part: part.segment):
-            todo = list(group)
-            if todo[0].whole:
+        out = _empty(segments[0], rg.count(wanted)) if out is None else _checked(out, segments[0], rg.count(wanted))
+        plan = [
+            (segment, list(group)) for segment, group in groupby(parts(segments, wanted), key=attrgetter("segment"))
+        ]
+        there = self._brought(run, name, [segment for segment, _ in plan])
+        for segment, todo in plan:
+            if todo[0].whole and segment not in there:
                 self._read_into(segment, out[todo[0].at : todo[0].at + segment.rows])
                 continue
-            rows = self.read(segment)  # all of it: the checksum covers the whole segment
+            rows = there.get(segment)
+            if rows is None:
+                rows = _empty(segment, segment.rows)  # all of it: the checksum covers the whole segment
+                self._read_into(segment, rows)
             for _, first, n, at in todo:
                 out[at : at + n] = rows[first : first + n]
         return out
+
+    def _read_into(self, segment: Segment, out: np.ndarray) -> None:
+        layer = self._own if not segment.layer else self._layers[segment.layer - 1]
+        layer.read_into(segment, out)
+
+    def _brought(self, run: Run, name: str, segments: list[Segment]) -> dict[Segment, np.ndarray]:
+        """Rows of the segments of far layers, which are kept here from now on."""
+        out: dict[Segment, np.ndarray] = {}
+        for number, layer in enumerate(self._layers, 1):
+            far = [segment for segment in segments if segment.layer == number] if layer.far else []
+            if far:
+                out |= zip(far, layer.read(far), strict=True)
+        if out:
+            self._keep(run, name, out)
+        return out
+
+    def _keep(self, run: Run, name: str, rows: Mapping[Segment, np.ndarray]) -> None:
+        if self.read_only or self._closed:
+            return
+        try:
+            self._put_own(run, {name: [(s.start, array[: s.range[1] - s.start]) for s, array in rows.items()]})
+        except CacheError as error:
+            log.warning("rows from a lower layer are not kept: %s", error)
 
     # -- writing
 
@@ -231,7 +324,7 @@ class Store:
         Returns
         -------
         int
-            Payload bytes written: rows that the store has already, of this run or lent, are not written again.
+            Payload bytes written: rows that the store has already are not written again.
 
         Raises
         ------
@@ -246,15 +339,21 @@ class Store:
         self.require_writable()
         checked = {name: [_rows(name, start, array) for start, array in parts] for name, parts in entries.items()}
         with self._write_lock:
-            pieces = cut(checked, self.missing(run, {n: _spans(parts) for n, parts in checked.items()}))
-            needed = sum(piece.array.nbytes for piece in pieces)
-            if not pieces:
-                return 0
+            return self._write(run, cut(checked, self.missing(run, {n: _spans(parts) for n, parts in checked.items()})))
+
+    def _put_own(self, run: Run, entries: Mapping[str, Sequence[tuple[int, np.ndarray]]]) -> None:
+        with self._write_lock:
+            have = self._found(own(run, entries), None)
+            left = {n: rg.subtract(_spans(parts), [s.range for s in have.get(n, ())]) for n, parts in entries.items()}
+            self._write(run, cut(entries, left))
+
+    def _write(self, run: Run, pieces: Sequence[Piece]) -> int:
+        needed = sum(piece.array.nbytes for piece in pieces)
+        if pieces:
             with self.errors(needed):
-                places = self._writers.write(run, pieces)
-                self._index.insert(places, blocks_of(run, checked, places))
-                self._writers.sync_sometimes(needed)
-            return needed
+                self._index.insert(self._writers.write(run, pieces))
+                self._keeper.note(needed)
+        return needed
 
     def put_array(self, array: np.ndarray) -> str:
         """Store an array of any shape under its content; returns its digest, see `array_digest`.
@@ -282,16 +381,18 @@ class Store:
         """
         try:
             return self._arrays.get(digest)
+        except KeyError:
+            return from_below(self._layers, digest)
         except CacheCorrupt as error:
             log.warning("%s", error)
-            self._count_corrupt()
+            self._own.count()
             if not self.read_only:
                 self._arrays.remove(digest)
             raise
 
     def has_array(self, digest: str) -> bool:
-        """Whether an array is stored."""
-        return self._arrays.has(digest)
+        """Whether an array is stored, here or in a lower layer."""
+        return self._arrays.has(digest) or any(layer.has_array(digest) for layer in self._layers)
 
     def stats(self) -> dict[str, int | str]:
         """Numbers about the whole store; walks the index, so not for every request.
@@ -312,11 +413,13 @@ class Store:
             "payload_bytes": payload,
             "disk_bytes": self.disk_bytes(),
             "arrays": len(self._arrays.digests()),
-            "corrupt": self._corrupt,
+            "corrupt": self._own.corrupt,
+            "lower": ", ".join(layer.place for layer in self._layers),
         }
 
     def close(self) -> None:
         """Flush and close all files. Reading opens them again; writing raises."""
+        self._keeper.stop()
         with self._write_lock:
             self._closed = True
             try:
@@ -327,6 +430,8 @@ class Store:
                 self._writers.close()
                 self._packs.close()
                 self._index.close()
+                for layer in self._layers:
+                    layer.close()
 
     def __enter__(self) -> Store:
         return self
@@ -379,172 +484,22 @@ class Store:
 
     # -- inside
 
-    def _truth(self) -> tuple[Iterable[Place], Iterable[Block]]:
-        whole = finished(list(scan_all(self._packs)))
-        places = [Place(record.key, record.start, record.rows, pack, slot) for pack, slot, record in whole]
-        return places, self.blocks_in(whole)
-
-    def runs_in(self, items: Iterable[tuple[str, int, Record]]) -> Iterator[tuple[Place, Record, Run]]:
-        """Records with their runs, from the key documents beside them; without those that cannot be read."""
-        runs: dict[tuple[str, int], Run | None] = {}
-        for pack, slot, record in items:
-            at = pack, record.document_offset
-            if at not in runs:
-                document = None
-                with contextlib.suppress(CacheCorrupt, OSError):
-                    document = self._packs.get(pack).document(record)
-                runs[at] = None if document is None else Run(json.loads(document))
-            if (run := runs[at]) is not None:
-                yield Place(record.key, record.start, record.rows, pack, slot), record, run
-
-    def blocks_in(self, items: Iterable[tuple[str, int, Record]]) -> Iterator[Block]:
-        """Blocks of records."""
-        for place, record, run in self.runs_in(items):
-            with contextlib.suppress(CacheCorrupt, OSError):
-                name = self._packs.get(place.pack).name(record)
-                yield from blocks_of(run, [] if name is None else [name], [place])
-
-    def _reader(self, segment: Segment) -> PackReader:
-        try:
-            return self._packs.get(segment.pack, deleted=True)
-        except OSError as error:
-            if error.errno not in _GONE:
-                raise CacheError(f"pack {segment.pack} cannot be opened: {error}") from error
-            self._lost(segment, f"pack {segment.pack}: {error}", error)
-        except CacheCorrupt as error:
-            self._lost(segment, str(error), error)
-
-    def _read_into(self, segment: Segment, out: np.ndarray) -> None:
-        reader = self._reader(segment)
-        try:
-            found = reader.read_into(segment.row, out)
-        except OSError as error:
-            if error.errno not in _GONE:
-                raise CacheError(f"pack {segment.pack} cannot be read: {error}") from error
-            self._lost(segment, f"pack {segment.pack}: {error}", error)
-        except CacheCorrupt as error:
-            self._lost(segment, str(error), error)
-        if found != segment.checksum:
-            self._lost(segment, "the rows do not match their checksum", None)
-
-    def _lost(self, segment: Segment, detail: str, cause: Exception | None) -> NoReturn:
-        evicted = isinstance(cause, OSError) and cause.errno in _EVICTED
-        place = Place(segment.key, segment.start, segment.rows, segment.pack, segment.slot)
-        self._drop([place], damaged=not evicted)
-        raise CacheCorrupt(segment.key.hex(), detail) from cause
-
-    def _found(self, sources: Sequence[Source]) -> dict[str, list[Segment]]:
-        """Segments of entries by name, in any order; what was moved or evicted meanwhile is looked for again."""
-        by_key = {source.entry: source for source in sources}
-        found, gone = self._find(by_key)
-        if gone:  # moved or evicted after the index was asked; it knows better by now
-            found, gone = self._find(by_key)
-            self._drop(gone, damaged=False)
-        if self._usage.note({segment.key for segment in found}):
-            self._usage.flush()
-            self._packs.sweep()
-        out: dict[str, list[Segment]] = {}
-        for segment in found:
-            out.setdefault(by_key[segment.key].name, []).append(segment)
-        return out
-
-    def _find(self, sources: Mapping[bytes, Source]) -> tuple[list[Segment], list[Place]]:
-        """Segments of entries, and places that the index gave but whose record is evicted."""
-        places: dict[str, list[Place]] = {}
-        for place in self._index.find(list(sources)):
-            if (place.pack, place.slot) not in self._dropped:
-                places.setdefault(place.pack, []).append(place)
-        found: list[Segment] = []
-        bad: list[Place] = []
-        gone: list[Place] = []
-        for pack, group in places.items():
-            found += self._verified(sources, pack, group, bad, gone)
-        self._drop(bad)
-        return found, gone
-
-    def _verified(
-        self, sources: Mapping[bytes, Source], pack: str, places: list[Place], bad: list[Place], gone: list[Place]
-    ) -> Iterator[Segment]:
-        """Segments of one pack whose record and key document are right; others go to `bad` or, evicted, to `gone`."""
-        try:
-            reader = self._packs.get(pack)
-            records = reader.records([place.slot for place in places])
-            limits: dict[tuple[int, int, bytes], int | None] = {}
-            for place, record in zip(places, records, strict=True):
-                if record is None or (record.key, record.start, record.rows) != place[:3]:
-                    bad.append(place)
-                    continue
-                if not record.live:
-                    gone.append(place)
-                    continue
-                source = sources[place.key]
-                at = record.document_offset, record.document_length, place.key
-                if at not in limits:
-                    document = reader.document(record)
-                    limits[at] = None if document is None else source.limit(document)
-                stop = limits[at]
-                if stop is None:
-                    bad.append(place)
-                    continue
-                if stop <= record.start:
-                    continue  # where the runs are alike, this has no rows
-                layout = reader.layout
-                yield Segment(
-                    pack,
-                    record.row,
-                    record.start,
-                    record.rows,
-                    layout.dtype,
-                    layout.width,
-                    record.checksum,
-                    record.key,
-                    place.slot,
-                    record.time,
-                    stop if stop < record.start + record.rows else None,
-                )
-        except OSError as error:
-            if error.errno not in _GONE:
-                raise CacheError(f"pack {pack} cannot be read: {error}") from error
-            (gone if error.errno in _EVICTED else bad).extend(places)
-        except CacheCorrupt:
-            bad.extend(places)
-
-    def _drop(self, places: list[Place], *, damaged: bool = True) -> None:
-        """Make entries a miss, now and after any rebuild of the index."""
-        if not places:
-            return
-        if damaged:
-            self._count_corrupt(len(places))
-        for place in places:
-            if damaged:
-                log.warning("entry %s in %s, slot %d, is damaged: dropped", place.key.hex(), *place[3:])
-            self._dropped.add((place.pack, place.slot))
-        if self.read_only:
-            return
-        for place in places:
-            # Gone or unreadable packs have nothing to mark, and a pack of another user cannot be marked.
-            with contextlib.suppress(OSError, CacheCorrupt):
-                reader = self._packs.get(place.pack)
-                record = reader.records([place.slot])[0]
-                if record is not None and record.key == place.key:
-                    set_state(reader.path, reader.layout, [place.slot], DROPPED)
-        try:
-            self._index.drop(places)
-        except CacheError as error:  # a full disk, say: this process still knows that they are bad
-            log.warning("dropped entries stay in the index: %s", error)
-
-    def _count_corrupt(self, count: int = 1) -> None:
-        with self._counts_lock:
-            self._corrupt += count
+    def _truth(self) -> Iterator[Place]:
+        for pack, slot, record in finished(list(scan_all(self._packs))):
+            yield Place(record.key, record.start, record.rows, pack, slot)
 
     def _after_fork(self) -> None:
         # The packs and the database connection belong to the parent; a child begins its own.
-        self._write_lock = RLock()
-        self._counts_lock = Lock()
+        self._keeper.release()
         self._writers.close()
+        self._write_lock = RLock()
+        self._keeper = Keeper(self._writers, self._write_lock)
+        self._own.after_fork()
         self._packs.after_fork()
         self._usage.after_fork()
         self._index.after_fork()
+        for layer in self._layers:
+            layer.after_fork()
 
 
 _stores: weakref.WeakSet[Store] = weakref.WeakSet()
@@ -562,9 +517,30 @@ def _spans(parts: Iterable[tuple[int, np.ndarray]]) -> list[Range]:
     return [(start, start + len(array)) for start, array in parts]
 
 
+def _span(several: Iterable[Sequence[Range]]) -> Range | None:
+    """From the first of some positions to the last."""
+    ranges = [r for ranges in several for r in ranges]
+    return (min(r[0] for r in ranges), max(r[1] for r in ranges)) if ranges else None
+
+
 def _rows(name: str, start: int, array: np.ndarray) -> tuple[int, np.ndarray]:
     if array.ndim != 2 or not array.shape[1]:
         raise ValueError(f"rows of {name} must be [rows, width], not {list(array.shape)}")
     if start < 0:
         raise ValueError(f"rows of {name} start at {start}")
     return int(start), canonical_array(array)
+
+
+def _covers(segments: Iterable[Segment], within: Range) -> bool:
+    return not rg.subtract([within], [segment.range for segment in segments])
+
+
+def _checked(out: np.ndarray, segment: Segment, rows: int) -> np.ndarray:
+    dtype = dtype_of(segment.dtype)
+    if out.shape != (rows, segment.width) or out.itemsize != dtype.itemsize or not out.flags.c_contiguous:
+        raise ValueError(f"out must be a C array [{rows}, {segment.width}] of {segment.dtype}")
+    return out.view(dtype)
+
+
+def _empty(segment: Segment, rows: int) -> np.ndarray:
+    return np.empty((rows, segment.width), dtype_of(segment.dtype))

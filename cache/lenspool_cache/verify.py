@@ -11,7 +11,7 @@ from pathlib import Path
 from lenspool_cache.codec import DROPPED, Record
 from lenspool_cache.errors import CacheCorrupt, CacheError
 from lenspool_cache.keys import entry_key
-from lenspool_cache.reader import PackReader, set_state
+from lenspool_cache.reader import PackReader
 from lenspool_cache.scan import PackScan, finished, scan_pack
 from lenspool_cache.store import Store
 
@@ -105,7 +105,7 @@ def verify(store: Store, repair: bool = False) -> Report:
             if damage.slot is not None:
                 damaged.add((name, damage.slot))
                 if repair and damage.slot not in scan.torn:
-                    set_state(reader.path, reader.layout, [damage.slot], DROPPED)
+                    reader.mark([damage.slot], DROPPED)
     _compare(report, scans, damaged, indexed)
     for digest in store._arrays.digests():
         report.arrays += 1

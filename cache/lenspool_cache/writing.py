@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -20,9 +21,7 @@ from lenspool_cache.segment import Need, PackWriter, create_pack
 
 FIRST_PACK = 16 << 20  # bytes of rows; each further pack is twice as large
 # Rows of a put are cut into segments of about this size: a checksum covers a segment, so this is what one row costs.
-SEGMENT_BYTES = 4 << 20
-# Puts and bytes after which data is flushed to the disk. A power cut can lose what came later, and nothing else.
-SYNC_PUTS, SYNC_BYTES = 64, 256 << 20
+SEGMENT_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +47,46 @@ def cut(entries: Mapping[str, Sequence[tuple[int, np.ndarray]]], missing: Mappin
     return pieces
 
 
+def need_of(run: Run, group: Sequence[Piece]) -> Need:
+    """Space that pieces of a run take in a pack."""
+    names = {piece.name.encode() for piece in group}
+    return Need(sum(len(p.array) for p in group), len(group), len(run.data) + sum(map(len, names)))
+
+
+def stage(
+    writer: PackWriter, run: Run, group: Sequence[Piece], batch: int, batch_size: int, written: int
+) -> list[Record]:
+    """Write rows, names and key document of pieces of a run to a pack; returns the records that are to follow."""
+    names = {name: name.encode() for name in dict.fromkeys(piece.name for piece in group)}
+    row, base = writer.stage([piece.array for piece in group], [run.data, *names.values()])
+    name_at, at = {}, base + len(run.data)
+    for name, encoded in names.items():
+        name_at[name] = at
+        at += len(encoded)
+    document_checksum = checksum(run.data)
+    records = []
+    for piece in group:
+        records.append(
+            Record(
+                key=run.entry(piece.name),
+                batch=batch,
+                batch_size=batch_size,
+                document_length=len(run.data),
+                start=piece.start,
+                row=row,
+                rows=len(piece.array),
+                checksum=checksum(raw(piece.array)),
+                document_offset=base,
+                document_checksum=document_checksum,
+                name_offset=name_at[piece.name],
+                time=written,
+                name_length=len(names[piece.name]),
+            )
+        )
+        row += len(piece.array)
+    return records
+
+
 class Writers:
     """Not thread-safe: the store holds a lock around a put."""
 
@@ -55,7 +94,7 @@ class Writers:
         self._packs = packs
         self._store_id = store_id
         self._open: dict[tuple[str, int], tuple[PackWriter, int]] = {}
-        self._puts = self._bytes = 0
+        self._full: list[PackWriter] = []
 
     def write(self, run: Run, pieces: Sequence[Piece], written: int | None = None) -> list[Place]:
         """Write the pieces of one put: payload and documents to every pack first, then all records.
@@ -74,47 +113,15 @@ class Writers:
         for piece in pieces:
             groups.setdefault((piece.array.dtype.name, piece.array.shape[1]), []).append(piece)
         batch, now = secrets.randbits(64), written or time.time_ns()
-        staged = [self._stage(run, kind, group, batch, len(pieces), now) for kind, group in groups.items()]
+        staged = []
+        for kind, group in groups.items():
+            writer = self._writer(kind, need_of(run, group))
+            staged.append((writer, stage(writer, run, group, batch, len(pieces), now)))
         places = []
         for writer, records in staged:
             slot = writer.commit([pack_record(record) for record in records])
             places += [Place(r.key, r.start, r.rows, writer.path.name, slot + i) for i, r in enumerate(records)]
         return places
-
-    def _stage(
-        self, run: Run, kind: tuple[str, int], group: list[Piece], batch: int, batch_size: int, now: int
-    ) -> tuple[PackWriter, list[Record]]:
-        names = {name: name.encode() for name in dict.fromkeys(piece.name for piece in group)}
-        documents = [run.data, *names.values()]
-        need = Need(sum(len(p.array) for p in group), len(group), sum(map(len, documents)))
-        writer = self._writer(kind, need)
-        row, base = writer.stage([piece.array for piece in group], documents)
-        name_at, at = {}, base + len(run.data)
-        for name, encoded in names.items():
-            name_at[name] = at
-            at += len(encoded)
-        document_checksum = checksum(run.data)
-        records = []
-        for piece in group:
-            records.append(
-                Record(
-                    key=run.entry(piece.name),
-                    batch=batch,
-                    batch_size=batch_size,
-                    document_length=len(run.data),
-                    start=piece.start,
-                    row=row,
-                    rows=len(piece.array),
-                    checksum=checksum(raw(piece.array)),
-                    document_offset=base,
-                    document_checksum=document_checksum,
-                    name_offset=name_at[piece.name],
-                    time=now,
-                    name_length=len(names[piece.name]),
-                )
-            )
-            row += len(piece.array)
-        return writer, records
 
     def _writer(self, kind: tuple[str, int], need: Need) -> PackWriter:
         old, size = self._open.get(kind, (None, FIRST_PACK // 2))
@@ -125,25 +132,34 @@ class Writers:
         self._packs.learn(writer.path.name, writer.layout)
         self._open[kind] = writer, size
         if old is not None:
-            old.sync()
-            old.close()
+            self._full.append(old)
         return writer
 
-    def sync_sometimes(self, written: int) -> None:
-        """Count a put, and flush to the disk when enough came together."""
-        self._puts += 1
-        self._bytes += written
-        if self._puts >= SYNC_PUTS or self._bytes >= SYNC_BYTES:
-            self.sync()
+    @property
+    def open(self) -> bool:
+        """Whether any pack is open."""
+        return bool(self._open or self._full)
+
+    def duplicates(self) -> list[int]:
+        """File descriptors of all packs, for who flushes them to the disk; the full ones are closed here."""
+        writers = [*self._full, *(writer for writer, _ in self._open.values())]
+        out = [os.dup(writer.fd) for writer in writers]
+        for writer in self._full:
+            writer.close()
+        self._full.clear()
+        return out
 
     def sync(self) -> None:
         """Flush to the disk."""
+        while self._full:
+            self._full[-1].sync()
+            self._full.pop().close()
         for writer, _ in self._open.values():
             writer.sync()
-        self._puts = self._bytes = 0
 
     def close(self) -> None:
         """Close all packs; a later put begins new ones."""
-        for writer, _ in self._open.values():
+        for writer in (*self._full, *(writer for writer, _ in self._open.values())):
             writer.close()
+        self._full.clear()
         self._open.clear()

@@ -18,7 +18,7 @@ from lenspool.card import ModelCard
 from lenspool.job import GENERATION, Request, closed
 from lenspool.queue import JobQueue
 from lenspool.result import Reader
-from lenspool_cache import CacheError, Store, inline
+from lenspool_cache import CacheError, CacheMiss, Run, Store, inline
 from lenspool_cache import ranges as rg
 from lenspool_cache.ranges import OpenRange, Range
 
@@ -106,7 +106,16 @@ class StoreAccess:
                 lent[segment.key.hex()] = lent.get(segment.key.hex(), 0) + rows
         if missing:
             return Found(False, missing, length, generation)
-        return Found(True, {}, length, generation, lambda name: self.store.rows(run, name, wanted[name]), lent)
+        return Found(True, {}, length, generation, lambda name: self._rows(run, name, wanted[name]), lent)
+
+    def _rows(self, run: Run, name: str, wanted: list[Range]) -> np.ndarray:
+        try:
+            return self.store.rows(run, name, wanted)
+        except CacheMiss as error:
+            advice = (
+                "evicted since; the same call again computes it anew, and what is pinned stays (lenspool cache pin)"
+            )
+            raise CacheMiss(name, advice) from error
 
     async def put_array(self, digest: str, array: np.ndarray) -> None:
         if self.store.read_only:

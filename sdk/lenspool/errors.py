@@ -14,6 +14,7 @@
     ├── WorkerLost                      .attempts
     ├── EngineFailed                    .detail
     └── CacheError
+        ├── CacheMiss                   .name .detail; rows that were evicted
         ├── CacheCorrupt                .key
         └── CacheFull                   .path .needed
 """
@@ -24,12 +25,13 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from lenspool_cache.errors import CacheCorrupt, CacheError, CacheFull, LenspoolError
+from lenspool_cache.errors import CacheCorrupt, CacheError, CacheFull, CacheMiss, LenspoolError
 
 __all__ = [
     "CacheCorrupt",
     "CacheError",
     "CacheFull",
+    "CacheMiss",
     "DeadlineExceeded",
     "EngineFailed",
     "InvalidJob",
@@ -169,6 +171,7 @@ _FIELDS: dict[type[LenspoolError], tuple[str, ...]] = {
     EngineFailed: ("detail",),
     CacheCorrupt: ("key",),
     CacheFull: ("path", "needed"),
+    CacheMiss: ("name", "detail"),
     JobCancelled: (),
     PoolUnavailable: (),
     CacheError: (),

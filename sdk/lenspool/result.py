@@ -123,8 +123,8 @@ class Capture(Mapping[str, Any]):
         ------
         KeyError
             The hook was not asked for.
-        CacheCorrupt
-            The stored rows do not match their checksum; the same call again computes them anew.
+        CacheMiss, CacheCorrupt
+            The stored rows were evicted since, or do not match their checksum; the same call again computes them anew.
         """
         name = self.canonical(name)
         if name not in self._values:

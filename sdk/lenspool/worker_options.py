@@ -24,3 +24,5 @@ class WorkerOptions(TypedDict, total=False):
     metrics_port: Annotated[int, Says("Serve Prometheus metrics on this local port (0: any); default none.", 0)]
     cache_bytes: Annotated[int, Says("Limit of the store on the disk, 0: none; default: the one that it has.", 0)]
     cache_days: Annotated[float, Says("Days after last use that rows are kept, 0: ever; default: as it is set.", 0)]
+    lower: Annotated[str, Says("Stores under this one, only read: folders or s3:// URLs, with commas; '': none.")]
+    upload: Annotated[str, Says("Upload what the store gets to this s3:// URL; default nowhere.")]

@@ -16,9 +16,10 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "store"
 
 
-@pytest.fixture
-def store(folder: Path) -> Iterator[Store]:
-    with Store(folder) as store:
+@pytest.fixture(params=["one machine", "network"])
+def store(folder: Path, request: pytest.FixtureRequest) -> Iterator[Store]:
+    """A store, also as it is opened on a network file system."""
+    with Store(folder, network=request.param == "network") as store:
         yield store
 
 

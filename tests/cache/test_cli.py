@@ -104,3 +104,24 @@ def test_what_is_not_there(filled: Path, tmp_path: Path) -> None:
     assert "0 keys" in call(filled, "show", "abcdef123", status=1)
     assert "too short" in call(filled, "evict", "ab", status=1)
     assert "nothing is stored" in call(filled, "show", "0" * 64, status=1)
+
+
+def test_lower_layers(filled: Path, tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    Store(mine).close()
+    assert call(mine, "lower") == {"lower": []}
+    assert call(mine, "lower", str(filled)) == {"lower": [str(filled)]}
+    assert call(mine, "stats")["lower"] == str(filled)
+    with Store(mine) as store:
+        assert same_bits(store.rows(a_run(2), "g", [(0, 16)]), rows_of(2))
+    assert "is not a store" in call(mine, "lower", str(tmp_path / "absent"), status=1)
+    assert call(mine, "lower", "--none") == {"lower": []}
+
+
+def test_push(filled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    url = f"file://{tmp_path}/bucket"
+    assert call(filled, "push", url)["segments"] == 8
+    assert call(filled, "push", url) == {"segments": 0, "nbytes": 0, "packs": 0, "arrays": 0, "busy": False, "swept": 0}
+    with Store(tmp_path / "mine", lower=[url]) as store:
+        assert same_bits(store.rows(a_run(2), "g", [(0, 16)]), rows_of(2))

@@ -16,9 +16,8 @@ from store_samples import same_bits
 
 from lenspool_cache import Policy, Run, Store, collect, evict, verify
 from lenspool_cache import ranges as rg
-from lenspool_cache.lending import blocks_of
+from lenspool_cache.index import Block
 from lenspool_cache.prefix import BLOCK, common
-from lenspool_cache.scan import finished, scan_all
 from lenspool_cache.writing import cut
 
 WIDTH = 4
@@ -126,7 +125,7 @@ def test_an_answer_stays_what_it_is(store: Store) -> None:
     store.put(one, {H: [(20, marked[20:60])]})
     pieces = cut({H: [(0, truth(other, H, 0, 60))]}, {H: [(0, 60)]})  # as by a writer that did not see the first yet
     places = store._writers.write(other, pieces)
-    store._index.insert(places, blocks_of(other, [H], places))
+    store._index.insert(places)
     assert same_bits(store.rows(one, H, [(19, 60)])[1:], marked[20:60])
     assert same_bits(store.rows(third, H, [(20, 60)]), marked[20:60])
     assert same_bits(store.rows(third, H, [(0, 20)]), truth(third, H, 0, 20))
@@ -146,13 +145,10 @@ def test_a_damaged_lender_is_a_miss(store: Store, folder: Path) -> None:
 def test_an_index_that_names_a_wrong_lender_is_not_believed(store: Store) -> None:
     stranger, taker = run_of([9, *LONG[1:]]), run_of(LONG)
     put(store, stranger, H, 0, 60)
-    forged = [type(b)(taker.blocks[0], stranger.key, b.pack) for b in store.blocks_in(whole_of(store))]
-    store._index.insert([], forged)
+    (pack,) = store._packs.names()
+    store._index._blocks = lambda places: [Block(taker.blocks[0], stranger.key, pack)]
+    store._index.insert([])
     assert store.missing(taker, {H: [(0, 60)]}) == {H: [(0, 60)]}
-
-
-def whole_of(store: Store) -> list[Any]:
-    return finished(list(scan_all(store._packs)))
 
 
 def test_a_pinned_run_keeps_the_rows_that_others_lend_it(folder: Path) -> None:
@@ -164,6 +160,16 @@ def test_a_pinned_run_keeps_the_rows_that_others_lend_it(folder: Path) -> None:
         store.pins.add("paper", [taker.key])
     with Store(folder) as store:
         assert collect(store, Policy(max_bytes=0)).evicted == 1
+        assert same_bits(store.rows(taker, H, [(0, 60)]), truth(taker, H, 0, 60))
+
+
+def test_a_lower_layer_lends_too(folder: Path, tmp_path: Path) -> None:
+    taker = run_of([*LONG[:40], *range(20)])
+    with Store(tmp_path / "lower") as lower:
+        put(lower, run_of(LONG), H, 0, 60)
+    with Store(folder, lower=[tmp_path / "lower"]) as store:
+        assert store.missing(taker, {H: [(0, 60)]}) == {H: [(40, 60)]}
+        assert put(store, taker, H, 0, 60) == 20 * 16
         assert same_bits(store.rows(taker, H, [(0, 60)]), truth(taker, H, 0, 60))
 
 

@@ -30,11 +30,13 @@ def full(number: int, name: str) -> np.ndarray:
 class Machine(RuleBasedStateMachine):
     """The model: of each entry the positions that are stored, and which runs are pinned."""
 
+    network = False
+
     def __init__(self) -> None:
         super().__init__()
         self.temporary = tempfile.TemporaryDirectory()
         self.folder = Path(self.temporary.name) / "store"
-        self.store = Store(self.folder)
+        self.store = Store(self.folder, network=self.network)
         self.store.policy = Policy(max_bytes=1 << 30)
         self.have: dict[tuple[int, str], set[int]] = {}
         self.pinned: set[int] = set()
@@ -65,6 +67,7 @@ class Machine(RuleBasedStateMachine):
             finally:
                 os._exit(status)
         assert os.waitpid(child, 0)[1] == 0
+        self.store._index.follow(now=True)  # at once, not within a second
         self.note(number, parts)
 
     @rule(number=runs, name=names, span=spans)
@@ -98,7 +101,7 @@ class Machine(RuleBasedStateMachine):
     @rule()
     def reopen(self) -> None:
         self.store.close()
-        self.store = Store(self.folder)
+        self.store = Store(self.folder, network=self.network)
 
     @rule()
     def lose_the_index(self) -> None:
@@ -123,5 +126,11 @@ class Machine(RuleBasedStateMachine):
         assert (report.damaged, report.stale, report.unindexed, report.unfinished) == ([], 0, 0, 0)
 
 
+class NetworkMachine(Machine):
+    network = True
+
+
 TestMachine = Machine.TestCase
+TestNetworkMachine = NetworkMachine.TestCase
 TestMachine.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
+TestNetworkMachine.settings = settings(max_examples=8, stateful_step_count=25, deadline=None)

@@ -250,6 +250,7 @@ def test_errors_survive_the_wire() -> None:
         errors.EngineFailed("rows missing"),
         errors.CacheCorrupt("ab"),
         errors.CacheFull("/store", 10),
+        errors.CacheMiss("resid_post.3", "evicted since"),
         errors.CacheError("other"),
         errors.LenspoolError("root"),
     ]

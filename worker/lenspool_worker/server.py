@@ -26,7 +26,7 @@ from lenspool_cache import Store
 from lenspool_worker.engine import Engine
 from lenspool_worker.fingerprint import fingerprint
 from lenspool_worker.guard import refuse_open_redis
-from lenspool_worker.housekeeping import keep_limits, set_limits
+from lenspool_worker.housekeeping import keep_limits, keep_uploaded, set_limits, set_lower
 from lenspool_worker.jobs import JobRunner
 from lenspool_worker.leases import QueueLimits
 from lenspool_worker.metrics import endpoint
@@ -68,6 +68,11 @@ class Settings:
         Bytes of rows that the jobs in flight may hold together; default a quarter of the machine's memory.
     metrics_port
         Port of the Prometheus endpoint, on loopback; None opens none, 0 any free one.
+    lower
+        Folders or URLs, separated by commas, of stores that lie under this one and are only read; with None the store
+        keeps those that it has.
+    upload
+        URL of a bucket that gets what the store gets.
     """
 
     model: str
@@ -84,6 +89,8 @@ class Settings:
     held_bytes: int | None = None
     cache_bytes: int | None = None
     cache_days: float | None = None
+    lower: str | None = None
+    upload: str | None = None
 
 
 def model_folder(model: str) -> Path:
@@ -105,6 +112,8 @@ async def started(settings: Settings) -> AsyncIterator[tuple[Engine, Store, Mode
     loop = asyncio.get_running_loop()
     digest = loop.run_in_executor(None, fingerprint, folder)
     blob = await loop.run_in_executor(None, tokenizer_blob, folder)
+    if settings.lower is not None:
+        set_lower(settings.store, settings.lower)
     with Store(settings.store) as store:
         set_limits(store, settings.cache_bytes, settings.cache_days)
         engine = Engine(str(folder), store, settings.engine)
@@ -164,6 +173,7 @@ async def serve(settings: Settings, ready: Callable[[ModelCard], None], stop: as
             asyncio.create_task(_keep_stats(engine, supervisor, worker, runner, published)),
             asyncio.create_task(streams.watch()),
             asyncio.create_task(keep_limits(store)),
+            *([asyncio.create_task(keep_uploaded(store, settings.upload))] if settings.upload else []),
         ]
         announced = asyncio.create_task(_announce(aredis, card, ready))
         try:

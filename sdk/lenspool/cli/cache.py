@@ -15,12 +15,15 @@ from rich.console import Console
 from rich.table import Table
 
 from lenspool.errors import LenspoolError
-from lenspool_cache import Run, Store, collect, verify
+from lenspool_cache import Run, Store, collect, save_lower, verify
 from lenspool_cache import evict as evict_keys
 from lenspool_cache.catalog import Entry, catalog, summary
+from lenspool_cache.layers import load_lower
 from lenspool_cache.ranges import Range
+from lenspool_cache.remote import Remote
 from lenspool_cache.transfer import export as export_entries
 from lenspool_cache.transfer import import_file
+from lenspool_cache.upload import sweep, upload
 
 app = typer.Typer(no_args_is_help=True, help="Look at a store and keep it.")
 
@@ -197,3 +200,26 @@ def import_(file: Path, store: Folder, as_json: Json = False) -> None:
     """Put what `export` wrote into a store."""
     with _opened(store, write=True) as opened:
         _show({"file": str(file), "bytes": import_file(opened, file)}, as_json)
+
+
+@app.command()
+def lower(
+    store: Folder,
+    places: Annotated[list[str] | None, typer.Argument(help="Folders or s3:// URLs; without any: show.")] = None,
+    none: Annotated[bool, typer.Option("--none", help="From now on no lower layers.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Stores that lie under this one and are only read: show them, or set them."""
+    with _opened(store, write=bool(places or none)) as opened:
+        if places or none:
+            Store(opened.path, read_only=True, lower=places or ()).close()
+            save_lower(opened.path, places or ())
+        _show({"lower": load_lower(opened.path)}, as_json)
+
+
+@app.command()
+def push(url: Annotated[str, typer.Argument(help="s3:// URL.")], store: Folder, as_json: Json = False) -> None:
+    """Upload what a bucket does not have; other stores name it as a lower layer."""
+    with _opened(store, write=True) as opened, contextlib.closing(Remote(url)) as remote:
+        done = upload(opened, remote)
+        _show({**asdict(done), "swept": 0 if done.busy else sweep(remote)}, as_json)

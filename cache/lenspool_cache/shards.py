@@ -1,0 +1,70 @@
+"""Index shards: what stands in some uploaded packs but their rows, in one small HDF5 file.
+
+A group for each pack, with copies of its `index` and `documents`, and attributes that say where in the pack its rows
+are. So who has the shard finds and verifies records at home, and asks the object store for rows only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import h5py
+import numpy as np
+
+from lenspool_cache.codec import RECORD_DTYPE, RECORD_SIZE, dtype_of
+from lenspool_cache.errors import CacheCorrupt
+from lenspool_cache.reader import PackReader
+from lenspool_cache.segment import Layout
+
+FORMAT, FORMAT_VERSION = "lenspool-shard", 1
+_ATTRIBUTES = ("dtype", "width", "rows_offset", "rows")
+
+
+def write_shard(path: Path, packs: Mapping[str, PackReader]) -> None:
+    """Write the shard of some packs, by name; what reads them may stand on a shard itself."""
+    with h5py.File(path, "x", libver=("v110", "v110"), locking=False) as file:
+        file.attrs.update({"format": FORMAT, "version": FORMAT_VERSION})
+        for name, reader in packs.items():
+            layout = reader.layout
+            group = file.create_group(name)
+            group.attrs.update({field: getattr(layout, field) for field in _ATTRIBUTES})
+            group.create_dataset("index", data=np.frombuffer(reader.index(0, layout.records), RECORD_DTYPE))
+            group.create_dataset("documents", data=np.frombuffer(reader.documents(), np.uint8))
+
+
+def read_shard(path: Path) -> Iterator[tuple[str, Layout]]:
+    """Names and layouts of the packs of a shard: rows at their offset in the pack, all else at that in the shard.
+
+    Raises
+    ------
+    CacheCorrupt
+        It is no shard, or damaged.
+    """
+    try:
+        with h5py.File(path, "r", locking=False) as file:
+            if file.attrs.get("format") != FORMAT or file.attrs.get("version") != FORMAT_VERSION:
+                raise CacheCorrupt(path.name, f"not a {FORMAT} of version {FORMAT_VERSION}")
+            for name, group in file.items():
+                index, documents = group["index"], group["documents"]
+                if index.dtype.itemsize != RECORD_SIZE or documents.dtype != np.uint8:
+                    raise CacheCorrupt(path.name, "records or documents of another form")
+                dtype, width, offset, rows = (group.attrs[field] for field in _ATTRIBUTES)
+                dtype_of(str(dtype))
+                yield (
+                    name,
+                    Layout(
+                        str(dtype),
+                        int(width),
+                        int(offset),
+                        int(rows),
+                        index.id.get_offset(),
+                        len(index),
+                        documents.id.get_offset(),
+                        len(documents),
+                    ),
+                )
+    except (OSError, RuntimeError, KeyError, ValueError, TypeError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        raise CacheCorrupt(path.name, f"not a readable shard: {error}") from error
