@@ -164,7 +164,7 @@ def check_reuse(reuse: Any) -> Reuse:
     """Refuse what is no way to take rows of other runs."""
     if reuse not in get_args(Reuse):
         raise InvalidJob("reuse", f"got {reuse!r}", ", ".join(map(repr, get_args(Reuse))))
-    return reuse  # type: ignore[no-any-return]
+    return reuse
 
 
 def _end(tokens: Sequence[int], sampling: Mapping[str, Any] | None) -> int:
