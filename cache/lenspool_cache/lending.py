@@ -66,15 +66,18 @@ def borrowed(run: Run, lenders: Iterable[bytes], names: Iterable[str]) -> dict[b
     }
 
 
-def runs_at(packs: PackPool, places: Iterable[Place]) -> Iterator[tuple[Place, str, Run]]:
-    """Places with the names and runs that stand in the packs; without those that cannot be read."""
+def runs_at(packs: PackPool, places: Iterable[Place], *, lent: bool = False) -> Iterator[tuple[Place, str, Run]]:
+    """Places with the names and runs that stand in the packs, or only those that may be `lent`.
+
+    Without those that cannot be read.
+    """
     runs: dict[tuple[str, int], Run | None] = {}
     for place in places:
         try:
             reader = packs.get(place.pack)
             record = reader.records([place.slot])[0]
             name = None if record is None else reader.name(record)
-            if record is None or name is None:
+            if record is None or name is None or (lent and reach(name) is None):
                 continue
             at = place.pack, record.document_offset
             if at not in runs:
@@ -89,9 +92,7 @@ def runs_at(packs: PackPool, places: Iterable[Place]) -> Iterator[tuple[Place, s
 def blocks_at(packs: PackPool, places: Iterable[Place]) -> Iterator[Block]:
     """The blocks of which there are rows, at some places, that may be lent."""
     seen: set[Block] = set()
-    for place, name, run in runs_at(packs, places):
-        if reach(name) is None:
-            continue
+    for place, _, run in runs_at(packs, places, lent=True):
         for i in range(place.start // BLOCK, min(-(-(place.start + place.rows) // BLOCK), len(run.blocks))):
             block = Block(run.blocks[i], run.key, place.pack)
             if block not in seen:
