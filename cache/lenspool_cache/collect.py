@@ -191,8 +191,8 @@ class _Round:
         pinned = self.store.pins.keys()
         lenders: set[bytes] = set()
         items = [(pack, slot, record) for pack, some in self.live.items() for slot, record in some] if pinned else []
-        for _, record, run in self.store.runs_in(items):
-            if not pinned.isdisjoint((run.key, record.key)):
+        for place, _, run in self.store.runs_in(items):
+            if not pinned.isdisjoint((run.key, place.key)):
                 lenders |= self.store._index.lenders(run.blocks).keys()
         return pinned | lenders
 

@@ -384,25 +384,28 @@ class Store:
         places = [Place(record.key, record.start, record.rows, pack, slot) for pack, slot, record in whole]
         return places, self.blocks_in(whole)
 
-    def runs_in(self, items: Iterable[tuple[str, int, Record]]) -> Iterator[tuple[Place, Record, Run]]:
-        """Records with their runs, from the key documents beside them; without those that cannot be read."""
+    def runs_in(
+        self, items: Iterable[tuple[str, int, Record]], *, lent: bool = False
+    ) -> Iterator[tuple[Place, str, Run]]:
+        """Records with their names and runs, or only those that may be `lent`; without those that cannot be read."""
         runs: dict[tuple[str, int], Run | None] = {}
         for pack, slot, record in items:
             at = pack, record.document_offset
-            if at not in runs:
-                document = None
-                with contextlib.suppress(CacheCorrupt, OSError):
-                    document = self._packs.get(pack).document(record)
-                runs[at] = None if document is None else Run(json.loads(document))
-            if (run := runs[at]) is not None:
-                yield Place(record.key, record.start, record.rows, pack, slot), record, run
+            with contextlib.suppress(CacheCorrupt, OSError):
+                reader = self._packs.get(pack)
+                name = reader.name(record)
+                if name is None or (lent and reach(name) is None):
+                    continue
+                if at not in runs:
+                    document = reader.document(record)
+                    runs[at] = None if document is None else Run(json.loads(document))
+                if (run := runs[at]) is not None:
+                    yield Place(record.key, record.start, record.rows, pack, slot), name, run
 
     def blocks_in(self, items: Iterable[tuple[str, int, Record]]) -> Iterator[Block]:
         """Blocks of records."""
-        for place, record, run in self.runs_in(items):
-            with contextlib.suppress(CacheCorrupt, OSError):
-                name = self._packs.get(place.pack).name(record)
-                yield from blocks_of(run, [] if name is None else [name], [place])
+        for place, name, run in self.runs_in(items, lent=True):
+            yield from blocks_of(run, [name], [place])
 
     def _reader(self, segment: Segment) -> PackReader:
         try:
