@@ -12,7 +12,7 @@ DEVICE ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
 export HF_HUB_OFFLINE ?= 1
 export VLLM_NO_USAGE_STATS ?= 1
 
-.PHONY: install demo test test-redis chaos parity lint format bench bench-queue bench-store bench-prefix clean
+.PHONY: install demo test test-redis chaos parity lint format bench bench-queue bench-store bench-prefix consumers dataset-proof dataset-memory clean
 
 install: $(STAMP)
 
@@ -37,6 +37,7 @@ lint: install
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+	$(PY) -m mypy examples
 
 # Two processes, a core each; tests of one engine stay together.
 test: lint
@@ -61,6 +62,17 @@ bench-prefix: install
 
 bench-store: install
 	$(PY) benchmarks/store.py
+
+# Libraries that read datasets, for tests/e2e/test_datasets.py: beside the environment, since they want other versions.
+consumers: install
+	$(PIP) install --quiet --no-deps --upgrade --target $(VENV)/share/lenspool-consumers -r tests/consumers.txt
+
+# A dataset job that is killed three times (some 10 minutes); memory of 100,000 rows.
+dataset-proof: install
+	$(PY) benchmarks/dataset_job.py proof
+
+dataset-memory: install
+	$(PY) benchmarks/dataset_job.py memory
 
 # Every family, hook and mode against transformers, into docs/parity.md (some 20 minutes); docs/hooks.md from the vocabulary.
 parity: install

@@ -30,9 +30,10 @@ async def pictures(client: Client, folder: Path) -> None:
     mlps = [f"blocks.{layer}.hook_mlp_out" for layer in range(0, 30, 3)]
     trace = await causal_trace(client, FACT, "Eiffel Tower", " Paris", mlps, window=3, samples=3)
     mood = await steering_vector(client, LIKES, DISLIKES, "resid_post.14")
-    for name, result in {"patching": sweep, "heads": heads, "trace": trace, "mood": mood}.items():
-        print(result)
-        result.plot().figure.savefig(folder / f"{name}.png", dpi=150)
+    print(sweep, heads, trace, mood, sep="\n")
+    axes = {"patching": sweep.plot(), "heads": heads.plot(), "trace": trace.plot(), "mood": mood.plot()}
+    for name, ax in axes.items():
+        ax.figure.canvas.print_figure(folder / f"{name}.png", dpi=150)
     print("heads that matter most, (layer, head, effect):", heads.top(3))
     edit = mood.steer(relative=0.25)
     print((await client.generate("The film was", max_tokens=20, interventions=edit)).text)

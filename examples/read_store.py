@@ -6,13 +6,14 @@ python read_store.py STORE NAME RUN         (RUN: a run's key in hex, or its key
 import hashlib
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import h5py
 import numpy as np
 
 
-def rows(dataset, first, count):
+def rows(dataset: h5py.Dataset, first: int, count: int) -> np.ndarray:
     """Rows of a pack as numbers; bfloat16 (2 bytes) is read raw and widened, which is faster than HDF5's conversion."""
     if dataset.attrs["dtype"] != "bfloat16":
         return dataset[first : first + count]
@@ -22,11 +23,11 @@ def rows(dataset, first, count):
     return (raw.astype("<u4") << 16).view("<f4").reshape(count, -1)
 
 
-def entries(store):
+def entries(store: str) -> Iterator[tuple[bytes, str, int, np.ndarray]]:
     """(document, name, start, rows) of every record that is live and whole, oldest first."""
     files = [h5py.File(path, locking=False) for path in sorted(Path(store, "packs").glob("*.h5"))]
     found = [(file, record) for file in files for record in file["index"][:] if record["rows"]]
-    sizes = {}
+    sizes: dict[int, int] = {}
     for _, record in found:
         sizes[record["batch"]] = sizes.get(record["batch"], 0) + 1
     for file, record in sorted(found, key=lambda item: item[1]["time"]):
@@ -38,14 +39,14 @@ def entries(store):
             yield document, name, int(record["start"]), rows(file["rows"], int(record["row"]), int(record["rows"]))
 
 
-def cut(run, stop):
+def cut(run: dict, stop: int) -> list[dict]:
     """What the interventions of a run do in front of a position."""
     ends = [(e, [[a, min(stop if b is None else b, stop)] for a, b in e["ranges"]]) for e in run["interventions"]]
     cut = [{**e, "ranges": [r for r in ranges if r[0] < r[1]]} for e, ranges in ends]
     return [e for e in cut if e["ranges"]]
 
 
-def alike(a, b):
+def alike(a: dict, b: dict) -> int:
     """Number of leading positions at which two runs have the same rows."""
     tokens = list(zip(a["tokens"], b["tokens"], strict=False))
     same = next((i for i, (x, y) in enumerate(tokens) if x != y), len(tokens))
@@ -54,7 +55,7 @@ def alike(a, b):
     return next(stop for stop in range(same, -1, -1) if cut(a, stop) == cut(b, stop))
 
 
-def main(store, name, run):
+def main(store: str, name: str, run: str) -> None:
     """Print the rows of a run, its own first, then what it lacks from runs that begin like it."""
     found = [(document, start, values) for document, other, start, values in entries(store) if other == name]
     keys = {hashlib.sha256(document).hexdigest(): document for document, _, _ in found}

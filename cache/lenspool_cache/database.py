@@ -29,10 +29,11 @@ _BUSY_S = 60.0
 _MEMORY_S = 1.0  # how old an index in memory may grow, or this many times what it took to build
 _MEMORY_BUILDS = 20
 _ATTEMPTS = 4
-_VANISHING_S = 5.0  # a file that others keep deleting is opened anew for so long
+_PAUSE_S = 0.01
+_VANISHING_S = 30.0  # a file that others keep deleting is opened anew for so long
 
 _DAMAGED = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR}
-# What opening a file gives that another process deletes at that moment.
+# What using a file gives that another process deletes at that moment: of its three files the log may go first.
 _VANISHED = {sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN}
 _SHORT_READ = sqlite3.SQLITE_IOERR_SHORT_READ
 
@@ -116,7 +117,6 @@ class Database:
         with self._lock:
             deadline = time.monotonic() + _VANISHING_S
             for attempt in count(1):
-                db: sqlite3.Connection | None = None
                 try:
                     db = self._connected()
                     # Should the file be replaced from here on: whoever does it reads the packs later than that, and
@@ -127,12 +127,13 @@ class Database:
                     if code & 0xFF == sqlite3.SQLITE_FULL:
                         raise CacheFull(str(self.path.parent), 0) from error
                     damaged = code & 0xFF in _DAMAGED or code == _SHORT_READ
-                    vanished = self._moved() or (db is None and code & 0xFF in _VANISHED)
+                    vanished = self._moved() or code & 0xFF in _VANISHED
                     spent = attempt >= _ATTEMPTS and not (vanished and time.monotonic() < deadline)
                     if spent or not (damaged or vanished):
                         raise CacheError(f"the index {self.path} cannot be used: {error}") from error
                     log.warning("index %s: %s; it is opened anew", self.path, error)
                     self._discard(damaged)
+                    time.sleep(_PAUSE_S)
         raise AssertionError("unreachable")
 
     def _discard(self, damaged: bool) -> None:

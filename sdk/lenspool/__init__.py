@@ -9,6 +9,7 @@
 from lenspool import readouts, recipes
 from lenspool.card import HookInfo, ModelCard
 from lenspool.client import Client
+from lenspool.datasets import Dataset
 from lenspool.errors import (
     CacheCorrupt,
     CacheError,
@@ -63,6 +64,7 @@ __all__ = [
     "CacheMiss",
     "Capture",
     "Client",
+    "Dataset",
     "DeadlineExceeded",
     "Delta",
     "EngineFailed",

@@ -53,6 +53,11 @@ class Found:
 class Access(Protocol):
     """Where a client looks for results and leaves arrays."""
 
+    @property
+    def store(self) -> Store | None:
+        """The store, where its files are at hand."""
+        ...
+
     async def find(self, request: Request, *, ran: bool) -> Found:
         """What is there for a request; `ran` says that its job has finished."""
         ...
@@ -131,6 +136,7 @@ class RedisAccess:
     """Results ride through Redis as HDF5 bytes, up to a limit."""
 
     ARRAY_TTL = 24 * 3600
+    store = None
 
     def __init__(self, queue: JobQueue, limit: int) -> None:
         self._queue = queue

@@ -16,6 +16,7 @@ from typing import IO, Any, Unpack
 
 from lenspool.client import Client
 from lenspool.errors import PoolUnavailable
+from lenspool.progress import waiting
 from lenspool.worker_options import WorkerOptions
 
 _STOP_S = 60.0
@@ -30,6 +31,7 @@ async def connect_local(
     engine: Mapping[str, Any] | None = None,
     compiled: bool = False,
     boot_timeout: float = 600.0,
+    progress: bool = True,
     **options: Unpack[WorkerOptions],
 ) -> AsyncIterator[Client]:
     """Start a pool on this machine for as long as the context lives, and connect to it.
@@ -46,6 +48,8 @@ async def connect_local(
         Compile the model: slower to boot, faster to run.
     boot_timeout
         Seconds that the engine may take to start.
+    progress
+        Say meanwhile that it starts, in a terminal or notebook only.
     options
         `name`, `max_in_flight`, `per_client`, ...: those of `lenspool worker`, see `WorkerOptions`.
 
@@ -63,7 +67,8 @@ async def connect_local(
         process, answer = _start(arguments, log)
         serving = False
         try:
-            where = await _ready(process, answer, log, boot_timeout)
+            with waiting(progress, f"starting a pool for {Path(model).name}"):
+                where = await _ready(process, answer, log, boot_timeout)
             serving = True
             async with Client(where["redis"], model=where["model"], store=where["store"]) as client:
                 yield client

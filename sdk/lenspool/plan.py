@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import timedelta
 
 from lenspool.access import Access, RedisAccess
 from lenspool.job import Request, job_id
@@ -45,7 +44,7 @@ class Plan:
     def __repr__(self) -> str:
         cost = f"{self.tokens} tokens, {_readable(self.bytes)}"
         if self.seconds is not None and self.tokens:
-            cost += f", about {timedelta(seconds=max(round(self.seconds), 1))} h"
+            cost += f", about {_duration(self.seconds)}"
         if self.hits is None:
             unknown = "this client does not reach the store, so hits are not known"
             return f"<Plan of {self.prompts} prompts: at most {cost}; {unknown}>"
@@ -90,6 +89,12 @@ class Tally:
             bytes=self._bytes,
             seconds=None if rate is None else self._tokens / rate,
         )
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 100:
+        return f"{max(seconds, 1):.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
 
 
 def _readable(size: float) -> str:

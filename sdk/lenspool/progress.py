@@ -55,10 +55,34 @@ def progress_bar(show: bool, items: Iterable[Any], what: str) -> Iterator[Callab
         bar.close()
 
 
+@contextlib.contextmanager
+def waiting(show: bool, what: str) -> Iterator[None]:
+    """Say what is waited for, in a terminal (on stderr) or a notebook; gone from the terminal when it is there."""
+    if show and in_notebook():
+        from IPython.display import HTML, display  # there in a notebook
+
+        began = time.monotonic()
+        handle = display(HTML(f"{html.escape(what)} ..."), display_id=True)
+        yield
+        handle.update(HTML(f"{html.escape(what)}: {time.monotonic() - began:.0f} s"))
+    elif show and sys.stderr.isatty():
+        from rich.console import Console
+
+        with Console(stderr=True).status(what, refresh_per_second=4):
+            yield
+    else:
+        yield
+
+
+def in_notebook() -> bool:
+    """Whether this is a kernel, whose cells a person looks at."""
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    return getattr(shell, "kernel", None) is not None
+
+
 def _bar(what: str, total: int | None) -> _Bar | None:
     """The bar for where this runs."""
-    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
-    if getattr(shell, "kernel", None) is not None:
+    if in_notebook():
         return _NotebookBar(what, total)
     return _TerminalBar(what, total) if sys.stderr.isatty() else None
 

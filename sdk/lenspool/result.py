@@ -198,8 +198,8 @@ class Capture(Mapping[str, Any]):
         Without a name: `arrays`, so.
         """
         if name is not None:
-            return _tensor(self._one(name))
-        return {name: _tensor(array) for name, array in self.arrays().items()}
+            return tensor(self._one(name))
+        return {name: tensor(array) for name, array in self.arrays().items()}
 
     def _one(self, name: str | Readout) -> np.ndarray:
         value = self[name]
@@ -299,7 +299,8 @@ def _plain(array: np.ndarray) -> np.ndarray:
     return array.astype(np.float32) if array.dtype.name == "bfloat16" else array
 
 
-def _tensor(array: np.ndarray) -> torch.Tensor:
+def tensor(array: np.ndarray) -> torch.Tensor:
+    """A torch tensor of the same numbers and dtype (a copy)."""
     import torch
 
     if array.dtype.name == "bfloat16":

@@ -30,6 +30,7 @@ from lenspool.rq_json import (
     JsonJob,
     JsonQueue,
     StrictJSON,
+    UnreadableJob,
 )
 from lenspool.terms import Terms
 from lenspool_cache.keys import canonical_json
@@ -109,6 +110,21 @@ class Submissions:
         ]
         carried = ["traceparent", terms.trace] if terms.trace else []
         return touched, [*arguments, *_build_hset_args(job), *carried]
+
+    def document(self, job_id: str, fields: Mapping[bytes, bytes]) -> dict[str, Any]:
+        """The document that a job's hash holds.
+
+        Raises
+        ------
+        InvalidJob
+            The hash is not that of a job of lenspool.
+        """
+        job = JsonJob(job_id, connection=self._offline)
+        try:
+            job.restore(fields)
+        except UnreadableJob as error:
+            raise InvalidJob("id", str(error), "a job of this pool") from None
+        return job.document()
 
     def cancel(self, job_id: str, card_id: str, *, kept: bool = False) -> Call:
         """Call of CANCEL."""

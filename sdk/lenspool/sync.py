@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import sys
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -14,9 +13,11 @@ from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeVar, Unpack, 
 from lenspool import client as aio
 from lenspool import handle, local, streaming
 from lenspool.card import HookInfo, ModelCard
+from lenspool.datasets.manifest import Dataset
 from lenspool.interventions import ArrayRef
 from lenspool.places import Tokens
 from lenspool.plan import Plan
+from lenspool.progress import in_notebook
 from lenspool.result import Capture, Generation
 from lenspool.worker_options import WorkerOptions
 
@@ -80,8 +81,7 @@ def _in_a_loop() -> bool:
         asyncio.get_running_loop()
     except RuntimeError:
         return False
-    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
-    return getattr(shell, "kernel", None) is None
+    return not in_notebook()
 
 
 class TokenStream:
@@ -304,6 +304,14 @@ class Client:
             self._client.plan(prompts, hooks, positions=positions, interventions=interventions, progress=progress)
         )
 
+    def dataset(self, name: str, rows: Any, hooks: aio.Hooks, **options: Unpack[aio.DatasetOptions]) -> Dataset:
+        """See `lenspool.Client.dataset`."""
+        return self._loop.run(self._client.dataset(name, rows, hooks, **options))
+
+    def open_dataset(self, name: str) -> Dataset:
+        """See `lenspool.Client.open_dataset`."""
+        return self._loop.run(self._client.open_dataset(name))
+
 
 @contextlib.contextmanager
 def connect_local(
@@ -313,12 +321,19 @@ def connect_local(
     engine: Mapping[str, Any] | None = None,
     compiled: bool = False,
     boot_timeout: float = 600.0,
+    progress: bool = True,
     **options: Unpack[WorkerOptions],
 ) -> Iterator[Client]:
     """The sync twin of `lenspool.connect_local`; the same arguments."""
     loop = _Loop()
     context = local.connect_local(
-        model, store=store, engine=engine, compiled=compiled, boot_timeout=boot_timeout, **options
+        model,
+        store=store,
+        engine=engine,
+        compiled=compiled,
+        boot_timeout=boot_timeout,
+        progress=progress,
+        **options,
     )
     try:
         inner = loop.run(context.__aenter__())

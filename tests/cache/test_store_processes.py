@@ -124,7 +124,7 @@ def test_index_deleted_while_processes_write(folder: Path, script: Script) -> No
     Store(folder).close()
     writers = [script(WRITER, folder, 100_000 * i, 100_000 * i + 300) for i in range(3)]
     while any(writer.poll() is None for writer in writers):
-        time.sleep(0.1)
+        time.sleep(0.3)
         (folder / "index.sqlite").unlink(missing_ok=True)
     for writer in writers:
         assert len(writer.communicate()[0].splitlines()) == 300

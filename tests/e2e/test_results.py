@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
-import re
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +59,10 @@ async def test_a_plan_says_what_will_run(client: Client) -> None:
     assert all("".join(result.tokens) == prompts[index] for index, result in found)
     after = await client.plan(prompts, [HOOK, "logits"])
     assert (after.hits, after.misses, after.tokens, after.bytes) == (6, 0, 0, 0)
+    (worker,) = (await client.status())[0]["workers"]
+    ahead = await client.plan(["Never asked for, and so to be run"], HOOK)
+    assert worker["busy_tokens_per_s"] > 0 and ahead.seconds is not None and ", about " in repr(ahead)
+    assert 0 < ahead.seconds < 60 and after.seconds == 0 and "about" not in repr(after)
     async with Client(client.url, store=False) as far:
         blind = await far.plan(prompts, [HOOK, "logits"])
     assert blind.hits is None and blind.tokens == sum(sizes) and "does not reach the store" in repr(blind)
@@ -96,18 +97,3 @@ def test_the_sync_twin_has_the_same(client: Client, store: Path) -> None:
         assert twin.tokens(PROMPT).at("Paris")
         assert twin.plan([PROMPT], "embed").prompts == 1
         assert [index for index, _ in twin.as_completed([PROMPT], "embed")] == [0]
-
-
-async def test_the_snippets_of_the_docs_run(client: Client) -> None:
-    pytest.importorskip("xarray", reason="an extra")
-    pytest.importorskip("matplotlib", reason="an extra").use("Agg")
-    text = (Path(__file__).parents[2] / "docs" / "results.md").read_text()
-    snippets = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    assert len(snippets) == 9
-    names: dict[str, Any] = {"client": client}
-    for snippet in snippets:
-        code = compile(snippet, "docs/results.md", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
-        pending = eval(code, names)
-        if inspect.isawaitable(pending):
-            await pending
-    assert names["d"].positions.tolist() == list(range(len(names["other"].token_ids)))

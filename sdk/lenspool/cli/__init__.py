@@ -1,4 +1,4 @@
-"""The command line: `lenspool up|worker|demo-model|status|models|hooks|capture|generate|cache`."""
+"""The command line: `lenspool up|worker|demo-model|status|models|hooks|capture|generate|cache|dataset`."""
 
 from lenspool.cli.main import app
 

@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from lenspool.config import settings
 from lenspool.errors import LenspoolError
 from lenspool_cache import Run, Store, collect, save_lower, verify
 from lenspool_cache import evict as evict_keys
@@ -27,7 +28,21 @@ from lenspool_cache.upload import sweep, upload
 
 app = typer.Typer(no_args_is_help=True, help="Look at a store and keep it.")
 
-Folder = Annotated[Path, typer.Option("--store", envvar="LENSPOOL_STORE", help="Folder of the store.")]
+
+def configured() -> Path:
+    """The folder that is set outside of the command."""
+    try:
+        folder = settings().values.get("store")
+    except LenspoolError as error:
+        raise typer.BadParameter(str(error)) from None
+    if not folder:
+        raise typer.BadParameter("which store? Give --store, LENSPOOL_STORE, or `store` in lenspool.toml")
+    return Path(folder)
+
+
+Folder = Annotated[
+    Path, typer.Option("--store", envvar="LENSPOOL_STORE", help="Folder of the store.", default_factory=configured)
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Key = Annotated[str, typer.Argument(help="Key of a run or an entry in hex, or its first characters (at least 4).")]
 Keys = Annotated[list[str], typer.Argument(help="Keys of runs or entries in hex, or their first characters.")]

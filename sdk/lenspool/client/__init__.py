@@ -13,10 +13,12 @@ from lenspool.arguments import (
 )
 from lenspool.client.many import Many
 from lenspool.client.submitting import Submitting
+from lenspool.datasets.options import DatasetOptions
 
 __all__ = [
     "CaptureOptions",
     "Client",
+    "DatasetOptions",
     "GenerateOptions",
     "Hooks",
     "Interventions",

@@ -1,4 +1,4 @@
-"""Many prompts: captures of all of them, and what those would cost."""
+"""Many prompts: captures of all of them, what those would cost, and datasets."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from typing import Any, Unpack
 
 from lenspool.arguments import CaptureOptions, Hooks, Interventions, ManyOptions, Prompt, check_names
 from lenspool.client.calls import Calls
+from lenspool.datasets.build import build, place_of
+from lenspool.datasets.manifest import Dataset
+from lenspool.datasets.options import DatasetOptions
 from lenspool.hooks import resolve
 from lenspool.interventions import listed
 from lenspool.many import in_flight
@@ -142,3 +145,47 @@ class Many(Calls):
             an attention sink of another size.
         """
         return await mean_norms(self, resolve(hooks, await self.card()), prompts)
+
+    async def dataset(self, name: str, rows: Any, hooks: Hooks, **options: Unpack[DatasetOptions]) -> Dataset:
+        """Capture a whole dataset, and keep it under a name: any number of rows, in bounded memory.
+
+        The job may be killed at any point, and goes on when the same call is made again; several processes that make
+        it share the work. What it has is pinned in the store, so that no limit evicts it.
+
+        Parameters
+        ----------
+        name
+            Of the dataset, for `open_dataset`.
+        rows
+            An iterable of prompts or of mappings with a column for the prompt; a `datasets.Dataset`; or the path of a
+            `.jsonl`, `.parquet` or `.csv` file. The same ones at each call.
+        hooks
+            As in `capture`.
+        options
+            Those of `capture`, columns, packing, folder, progress, ...: see `lenspool.client.DatasetOptions`.
+
+        Returns
+        -------
+        Dataset
+            Once all rows are done. Rows that failed are in its `failures()`; those whose error may pass are tried
+            again by the next call.
+
+        Raises
+        ------
+        InvalidJob
+            An argument is wrong, the rows are not those of before, or the client cannot write to the store.
+        PoolUnavailable, CacheFull
+            What is done is kept.
+        """
+        return await build(self, name, rows, hooks, **options)
+
+    async def open_dataset(self, name: str) -> Dataset:
+        """A finished dataset of this pool's store. One in a folder of its own: `lenspool.Dataset(folder)`.
+
+        Raises
+        ------
+        InvalidJob
+            There is none of this name, or it is not finished.
+        """
+        store = (await self._connect())[1].access.store
+        return Dataset(place_of(store, name, None))
