@@ -12,7 +12,7 @@ DEVICE ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
 export HF_HUB_OFFLINE ?= 1
 export VLLM_NO_USAGE_STATS ?= 1
 
-.PHONY: install demo test test-redis chaos parity lint format bench bench-queue bench-store consumers dataset-proof dataset-memory eval-inspect clean
+.PHONY: install demo test test-redis chaos parity lint format bench bench-queue bench-store consumers dataset-proof dataset-memory eval-inspect bench-prefix clean
 
 install: $(STAMP)
 
@@ -56,6 +56,9 @@ bench: install
 
 bench-queue: install
 	$(PY) benchmarks/job_queue.py
+
+bench-prefix: install
+	$(PY) benchmarks/prefix.py
 
 bench-store: install
 	$(PY) benchmarks/store.py

@@ -1,6 +1,6 @@
 """Read a lenspool store with h5py and numpy alone, without lenspool. The layout is in docs/format.md.
 
-python read_store.py STORE NAME RUN_KEY_HEX
+python read_store.py STORE NAME RUN         (RUN: a run's key in hex, or its key document)
 """
 
 import hashlib
@@ -24,13 +24,13 @@ def rows(dataset: h5py.Dataset, first: int, count: int) -> np.ndarray:
 
 
 def entries(store: str) -> Iterator[tuple[bytes, str, int, np.ndarray]]:
-    """(document, name, start, rows) of every record that is live and whole."""
+    """(document, name, start, rows) of every record that is live and whole, oldest first."""
     files = [h5py.File(path, locking=False) for path in sorted(Path(store, "packs").glob("*.h5"))]
     found = [(file, record) for file in files for record in file["index"][:] if record["rows"]]
     sizes: dict[int, int] = {}
     for _, record in found:
         sizes[record["batch"]] = sizes.get(record["batch"], 0) + 1
-    for file, record in found:
+    for file, record in sorted(found, key=lambda item: item[1]["time"]):
         if record["state"] == 0x3C or (record["state"] == 0 and sizes[record["batch"]] == record["batch_size"]):
             at, length = int(record["document_offset"]), int(record["document_length"])
             document = file["documents"][at : at + length].tobytes()
@@ -39,7 +39,44 @@ def entries(store: str) -> Iterator[tuple[bytes, str, int, np.ndarray]]:
             yield document, name, int(record["start"]), rows(file["rows"], int(record["row"]), int(record["rows"]))
 
 
+def cut(run: dict, stop: int) -> list[dict]:
+    """What the interventions of a run do in front of a position."""
+    ends = [(e, [[a, min(stop if b is None else b, stop)] for a, b in e["ranges"]]) for e in run["interventions"]]
+    cut = [{**e, "ranges": [r for r in ranges if r[0] < r[1]]} for e, ranges in ends]
+    return [e for e in cut if e["ranges"]]
+
+
+def alike(a: dict, b: dict) -> int:
+    """Number of leading positions at which two runs have the same rows."""
+    tokens = list(zip(a["tokens"], b["tokens"], strict=False))
+    same = next((i for i, (x, y) in enumerate(tokens) if x != y), len(tokens))
+    if (a["v"], a["context"]) != (b["v"], b["context"]) or "reuse" in a or "reuse" in b:
+        return 0
+    return next(stop for stop in range(same, -1, -1) if cut(a, stop) == cut(b, stop))
+
+
+def main(store: str, name: str, run: str) -> None:
+    """Print the rows of a run, its own first, then what it lacks from runs that begin like it."""
+    found = [(document, start, values) for document, other, start, values in entries(store) if other == name]
+    keys = {hashlib.sha256(document).hexdigest(): document for document, _, _ in found}
+    run = json.loads(keys.get(run, run) if run in keys or run.startswith("{") else "null")
+    lends = "hook_" in name and not ("|mean(" in name or "|max(" in name or name.endswith(("pattern", "attn_scores")))
+    have = set()
+    for own in (True, False) if run is not None else ():
+        for document, start, values in found:
+            document = json.loads(document)
+            if own and document == run:
+                stop = start + len(values)
+            elif own or not lends:
+                continue
+            else:
+                stop = alike(document, run) - ("|loss(" in name)
+            new = [p for p in range(start, min(stop, start + len(values))) if p not in have]
+            have.update(new)
+            if new:  # one line for each record that has some; its positions are consecutive but for what is there
+                values = values[[p - start for p in new]].tolist()
+                print(json.dumps({"document": document, "start": new[0], "positions": new, "rows": values}))
+
+
 if __name__ == "__main__":
-    for document, name, start, values in entries(sys.argv[1]):
-        if name == sys.argv[2] and hashlib.sha256(document).hexdigest() == sys.argv[3]:
-            print(json.dumps({"document": json.loads(document), "start": start, "rows": values.tolist()}))
+    main(*sys.argv[1:])

@@ -20,6 +20,7 @@ from lenspool_cache.compact import Item, copy_items
 from lenspool_cache.errors import CacheCorrupt, CacheError
 from lenspool_cache.index import Place
 from lenspool_cache.keys import run_key
+from lenspool_cache.lending import runs_at
 from lenspool_cache.locks import locked
 from lenspool_cache.policy import Policy
 from lenspool_cache.scan import finished, scan_all
@@ -172,21 +173,32 @@ class _Round:
         """Without the records whose rows the index has in another place; those that it has nowhere are added."""
         at = {place[:3]: place[3:] for place in self.store._index.all()}
         packs = set(self.all)
-        lost = [
-            Place(r.key, r.start, r.rows, pack, slot)
+        items = [
+            (pack, slot, r)
             for pack, slot, r in whole
             if pack in self.sealed and at.get((r.key, r.start, r.rows), ("",))[0] not in packs
         ]
-        if lost:
+        if items:
+            lost = [Place(r.key, r.start, r.rows, pack, slot) for pack, slot, r in items]
             self.store._index.insert(lost)
             at |= {place[:3]: place[3:] for place in self.store._index.find([p.key for p in lost])}
         return [item for item in whole if at.get((item[2].key, item[2].start, item[2].rows), item[:2]) == item[:2]]
 
     # -- eviction
 
+    def _pinned(self) -> set[bytes]:
+        """Pinned keys, and those of runs that lend rows to pinned ones."""
+        pinned = self.store.pins.keys()
+        lenders: set[bytes] = set()
+        places = [Place(r.key, r.start, r.rows, pack, slot) for pack, items in self.live.items() for slot, r in items]
+        for place, _, run in runs_at(self.store._packs, places if pinned else ()):
+            if not pinned.isdisjoint((run.key, place.key)):
+                lenders |= self.store._index.lenders(run.blocks)
+        return pinned | lenders
+
     def _evict(self) -> bool:
         """Drop what the limits do not allow; whether the store was too large."""
-        pinned, used, now = self.store.pins.keys(), self.store._usage.all(), time.time_ns()
+        pinned, used, now = self._pinned(), self.store._usage.all(), time.time_ns()
         last: dict[bytes, int] = {}
         holders: dict[bytes, list[tuple[str, Item]]] = defaultdict(list)
         for pack in self.sealed:

@@ -1,13 +1,14 @@
 """The index: finds the records of an entry. It can be thrown away at any time and is rebuilt from the packs.
 
-It says only "entry key -> pack and slot". All else is read from the record in the pack, which has a checksum, so a
-damaged index can make the store miss but not lie.
+It says only "entry key -> pack and slot", and "hash of a block -> runs that may have rows of it". All else is read from
+the record in the pack, which has a checksum, so a damaged index can make the store miss but not lie.
 """
 
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, NamedTuple
@@ -18,12 +19,14 @@ from lenspool_cache.ranges import Range
 if TYPE_CHECKING:
     from lenspool_cache.follow import Follower
 
-INDEX_VERSION = 2
+INDEX_VERSION = 3
 _SCHEMA = (
     "CREATE TABLE pack (id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE)",
     """CREATE TABLE entry (key BLOB NOT NULL, start INTEGER NOT NULL, rows INTEGER NOT NULL, pack INTEGER NOT NULL,
        slot INTEGER NOT NULL, PRIMARY KEY (key, start, rows)) WITHOUT ROWID""",
     "CREATE TABLE used (key BLOB PRIMARY KEY, time INTEGER NOT NULL) WITHOUT ROWID",
+    "CREATE TABLE lender (id INTEGER PRIMARY KEY, run BLOB NOT NULL, pack INTEGER NOT NULL, UNIQUE (run, pack))",
+    "CREATE TABLE block (hash BLOB NOT NULL, lender INTEGER NOT NULL, PRIMARY KEY (hash, lender)) WITHOUT ROWID",
 )
 _DELETE = (
     "DELETE FROM entry WHERE key = ? AND start = ? AND rows = ? "
@@ -43,6 +46,14 @@ class Place(NamedTuple):
     slot: int
 
 
+class Block(NamedTuple):
+    """A pack has rows that a run has computed for positions of a block (`Run.blocks`)."""
+
+    hash: bytes
+    run: bytes
+    pack: str
+
+
 class Index:
     """The index of one store.
 
@@ -54,6 +65,8 @@ class Index:
         Identity of the store; an index of another store is not believed.
     truth
         Gives all places that the packs hold, oldest first.
+    blocks
+        Gives the blocks of which there are rows at places.
     read_only
         Never create or change a file. Where SQLite cannot read the index that way, it is built in memory.
     follower
@@ -66,12 +79,14 @@ class Index:
         folder: Path,
         store_id: str,
         truth: Callable[[], Iterable[Place]],
+        blocks: Callable[[Iterable[Place]], Iterable[Block]],
         *,
         read_only: bool = False,
         follower: Follower | None = None,
     ) -> None:
         self.read_only = read_only
         self._truth = truth
+        self._blocks = blocks
         self._follower = follower
         self._following = Lock()
         path = None if follower else folder / "index.sqlite"
@@ -99,9 +114,26 @@ class Index:
 
         return self._database.run(work)
 
+    def lenders(self, hashes: Sequence[bytes]) -> set[bytes]:
+        """Keys of the runs that may have rows of any of these blocks."""
+
+        def work(db: sqlite3.Connection) -> set[bytes]:
+            found: set[bytes] = set()
+            for i in range(0, len(hashes), _VARIABLES):
+                some = hashes[i : i + _VARIABLES]
+                rows = db.execute(
+                    "SELECT DISTINCT run FROM block JOIN lender ON lender.id = block.lender "
+                    f"WHERE hash IN ({','.join('?' * len(some))})",
+                    some,
+                )
+                found.update(run for (run,) in rows)
+            return found
+
+        return self._database.run(work)
+
     def insert(self, places: Sequence[Place]) -> None:
         """Add places, all in one transaction. Where the same rows of an entry have a place already, that one stays."""
-        self._transaction(lambda db: _insert(db, places))
+        self._transaction(lambda db: self._insert(db, places))
 
     def drop(self, places: Sequence[Place]) -> None:
         """Remove places, unless another record has taken over their rows meanwhile."""
@@ -111,7 +143,7 @@ class Index:
         """Replace places by others, in one transaction; one that was dropped meanwhile stays away."""
 
         def work(db: sqlite3.Connection) -> None:
-            _insert(db, [new for old, new in pairs if db.execute(_DELETE, old).rowcount])
+            self._insert(db, [new for old, new in pairs if db.execute(_DELETE, old).rowcount])
 
         self._transaction(lambda db: work(db))
 
@@ -125,11 +157,13 @@ class Index:
         return self._database.run(lambda db: dict(db.execute("SELECT key, time FROM used")))
 
     def forget_unused(self) -> None:
-        """Delete the times of entries, and the names of packs, that are gone."""
+        """Delete the times of entries, and the names and blocks of packs, that are gone."""
 
         def work(db: sqlite3.Connection) -> None:
             db.execute("DELETE FROM used WHERE key NOT IN (SELECT key FROM entry)")
             db.execute("DELETE FROM pack WHERE id NOT IN (SELECT pack FROM entry)")
+            db.execute("DELETE FROM lender WHERE pack NOT IN (SELECT id FROM pack)")
+            db.execute("DELETE FROM block WHERE lender NOT IN (SELECT id FROM lender)")
 
         self._transaction(lambda db: work(db))
 
@@ -166,22 +200,25 @@ class Index:
             db.execute(statement)
         if self._follower is not None:
             self._follower.forget()
-            _insert(db, self._follower.new())
+            self._insert(db, list(self._follower.new()))
             return
         # Scanned only now that writers find the new file: whoever committed to the old one before has its records in
         # the packs, and whoever commits later will notice the new file.
-        _insert(db, self._truth())
+        self._insert(db, list(self._truth()))
 
+    def _insert(self, db: sqlite3.Connection, places: Sequence[Place]) -> None:
+        packs: dict[str, int] = {}
 
-def _insert(db: sqlite3.Connection, places: Iterable[Place]) -> None:
-    ids: dict[str, int] = {}
+        def number(name: str) -> int:
+            if name not in packs:
+                db.execute("INSERT OR IGNORE INTO pack (name) VALUES (?)", (name,))
+                packs[name] = db.execute("SELECT id FROM pack WHERE name = ?", (name,)).fetchone()[0]
+            return packs[name]
 
-    def rows() -> Iterator[tuple[bytes, int, int, int, int]]:
-        for place in places:
-            if place.pack not in ids:
-                db.execute("INSERT OR IGNORE INTO pack (name) VALUES (?)", (place.pack,))
-                ids[place.pack] = db.execute("SELECT id FROM pack WHERE name = ?", (place.pack,)).fetchone()[0]
-            yield place.key, place.start, place.rows, ids[place.pack], place.slot
-
-    for row in rows():
-        db.execute("INSERT OR IGNORE INTO entry VALUES (?, ?, ?, ?, ?)", row)
+        for key, start, rows, pack, slot in places:
+            db.execute("INSERT OR IGNORE INTO entry VALUES (?, ?, ?, ?, ?)", (key, start, rows, number(pack), slot))
+        for (run, pack), group in groupby(self._blocks(places), key=lambda block: (block.run, block.pack)):
+            lender = run, number(pack)
+            db.execute("INSERT OR IGNORE INTO lender (run, pack) VALUES (?, ?)", lender)
+            found = db.execute("SELECT id FROM lender WHERE run = ? AND pack = ?", lender).fetchone()[0]
+            db.executemany("INSERT OR IGNORE INTO block VALUES (?, ?)", [(block.hash, found) for block in group])

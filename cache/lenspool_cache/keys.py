@@ -3,6 +3,8 @@
 A *run* is one deterministic computation: a model context, token ids, interventions and sampling. Its key document is
 plain JSON; the run key is the SHA-256 of the document's canonical bytes, and the entry key of one hook of that run is
 the SHA-256 of the run key and the hook's name. All hashes have full width.
+
+Runs whose prompts begin alike are found by the chained hashes of their blocks (`Run.blocks`).
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+
+from lenspool_cache.prefix import BLOCK, edits_within, sequence
 
 
 def canonical_json(document: Any) -> bytes:
@@ -40,7 +44,8 @@ def array_digest(array: np.ndarray) -> str:
     return digest.hexdigest()
 
 
-def _entry_key(run_key: bytes, name: str) -> bytes:
+def entry_of(run_key: bytes, name: str) -> bytes:
+    """32-byte key of a named entry of the run with that key."""
     encoded = name.encode()
     return hashlib.sha256(run_key + len(encoded).to_bytes(8, "little") + encoded).digest()
 
@@ -52,7 +57,7 @@ def run_key(data: bytes) -> bytes:
 
 def entry_key(data: bytes, name: str) -> bytes:
     """32-byte key of the entry that a stored key document and name belong to."""
-    return _entry_key(run_key(data), name)
+    return entry_of(run_key(data), name)
 
 
 class Run:
@@ -77,9 +82,27 @@ class Run:
         """32-byte run key."""
         return run_key(self.data)
 
+    @cached_property
+    def blocks(self) -> list[bytes]:
+        """32-byte hashes of all that decides the rows of the first 16, 32, ... positions."""
+        found = sequence(self.document)
+        if found is None:
+            return []
+        base, tokens, edits = found
+        if not all(type(token) is int for token in tokens):
+            return []
+        ids = np.asarray(tokens, np.int64)
+        last, out = hashlib.sha256(canonical_json(base)).digest(), []
+        for start in range(0, len(tokens) - BLOCK + 1, BLOCK):
+            here = edits_within(edits, start, start + BLOCK)
+            data = last + ids[start : start + BLOCK].tobytes() + (canonical_json(here) if here else b"")
+            last = hashlib.sha256(data).digest()
+            out.append(last)
+        return out
+
     def entry(self, name: str) -> bytes:
         """32-byte key of one named entry (a hook, or `generation`) of this run."""
-        return _entry_key(self.key, name)
+        return entry_of(self.key, name)
 
     def __repr__(self) -> str:
         return f"Run({self.key.hex()[:16]})"

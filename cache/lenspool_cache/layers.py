@@ -14,6 +14,7 @@ import numpy as np
 
 from lenspool_cache.errors import CacheCorrupt, CacheError
 from lenspool_cache.keys import Run
+from lenspool_cache.lending import Sources
 from lenspool_cache.ranges import Range
 from lenspool_cache.segment import Segment
 
@@ -39,8 +40,12 @@ class Layer(Protocol):
     place: str
     far: bool
 
-    def find(self, run: Run, keys: Sequence[bytes], within: Range | None) -> list[Segment]:
+    def find(self, sources: Sources, within: Range | None) -> list[Segment]:
         """As `Lookup.find`."""
+        ...
+
+    def lenders(self, blocks: Sequence[bytes]) -> set[bytes]:
+        """As `Index.lenders`."""
         ...
 
     def read_into(self, segment: Segment, out: np.ndarray) -> None:
@@ -101,15 +106,24 @@ def _open(place: str) -> Layer:
     return Folder(Store(place, read_only=True, lower=()))
 
 
-def below(layer: Layer, run: Run, keys: Sequence[bytes], within: Range | None) -> list[Segment]:
+def below(layer: Layer, sources: Sources, within: Range | None) -> list[Segment]:
     """What a layer has; nothing when it fails, since the store above works without it."""
-    if not keys:
+    if not sources:
         return []
     try:
-        return layer.find(run, keys, within)
+        return layer.find(sources, within)
     except CacheError as error:
         log.warning("the lower layer %s is left out: %s", layer.place, error)
         return []
+
+
+def lenders_below(layer: Layer, blocks: Sequence[bytes]) -> set[bytes]:
+    """Runs of a layer that may lend rows; none when it fails."""
+    try:
+        return layer.lenders(blocks)
+    except CacheError as error:
+        log.warning("the lower layer %s is left out: %s", layer.place, error)
+        return set()
 
 
 def from_below(layers: Sequence[Layer], digest: str) -> np.ndarray:
@@ -139,6 +153,7 @@ class Folder:
         self.place = str(store.path)
         self._store = store
         self.find = store._own.find
+        self.lenders = store._own.lenders
         self.read_into = store._own.read_into
         self.identity = store._own.identity
         self.has_array = store.has_array

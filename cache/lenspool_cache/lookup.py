@@ -7,6 +7,7 @@ import errno
 import json
 import logging
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from threading import Lock
 from typing import NoReturn
 
@@ -16,6 +17,7 @@ from lenspool_cache.codec import DROPPED
 from lenspool_cache.errors import CacheCorrupt, CacheError
 from lenspool_cache.index import Index, Place
 from lenspool_cache.keys import Run
+from lenspool_cache.lending import Sources
 from lenspool_cache.ranges import Range
 from lenspool_cache.reader import PackPool
 from lenspool_cache.segment import Segment, segment_of
@@ -42,11 +44,11 @@ class Lookup:
         self._lock = Lock()
         self.corrupt = 0
 
-    def find(self, run: Run, keys: Sequence[bytes], within: Range | None = None) -> list[Segment]:
-        """Segments of entries of a run, with rows `within` some positions, whose records and key document are right."""
-        found, gone = self._find(run, keys, within)
+    def find(self, sources: Sources, within: Range | None = None) -> list[Segment]:
+        """Segments of entries, with rows `within` some positions, whose records and key documents are right."""
+        found, gone = self._find(sources, within)
         if gone:  # moved or evicted after the index was asked; it knows better by now
-            found, gone = self._find(run, keys, within)
+            found, gone = self._find(sources, within)
             self.drop(gone, damaged=False)
         return found
 
@@ -86,28 +88,32 @@ class Lookup:
             raise CacheCorrupt(segment.key.hex(), "its key document or name cannot be read")
         return Run(json.loads(document)), name
 
-    def _find(self, run: Run, keys: Sequence[bytes], within: Range | None) -> tuple[list[Segment], list[Place]]:
-        """Segments of entries of a run, and places that the index gave but whose record is evicted."""
+    def lenders(self, blocks: Sequence[bytes]) -> set[bytes]:
+        """As `Index.lenders`."""
+        return self._index.lenders(blocks)
+
+    def _find(self, sources: Sources, within: Range | None) -> tuple[list[Segment], list[Place]]:
+        """Segments of entries, and places that the index gave but whose record is evicted."""
         places: dict[str, list[Place]] = {}
-        for place in self._index.find(keys, within):
+        for place in self._index.find(list(sources), within):
             if (place.pack, place.slot) not in self._dropped:
                 places.setdefault(place.pack, []).append(place)
         found: list[Segment] = []
         bad: list[Place] = []
         gone: list[Place] = []
         for pack, group in places.items():
-            found += self._verified(run, pack, group, bad, gone)
+            found += self._verified(sources, pack, group, bad, gone)
         self.drop(bad)
         return found, gone
 
     def _verified(
-        self, run: Run, pack: str, places: list[Place], bad: list[Place], gone: list[Place]
+        self, sources: Sources, pack: str, places: list[Place], bad: list[Place], gone: list[Place]
     ) -> Iterator[Segment]:
         """Segments of one pack whose record and key document are right; others go to `bad` or, evicted, to `gone`."""
         try:
             reader = self._packs.get(pack)
             records = reader.records([place.slot for place in places])
-            matches: dict[tuple[int, int], bool] = {}
+            limits: dict[tuple[int, int, bytes], int | None] = {}
             for place, record in zip(places, records, strict=True):
                 if record is None or (record.key, record.start, record.rows) != place[:3]:
                     bad.append(place)
@@ -115,13 +121,17 @@ class Lookup:
                 if not record.live:
                     gone.append(place)
                     continue
-                at = record.document_offset, record.document_length
-                if at not in matches:
-                    matches[at] = record.document_length == len(run.data) and reader.document(record) == run.data
-                if not matches[at]:
+                at = record.document_offset, record.document_length, place.key
+                if at not in limits:
+                    document = reader.document(record)
+                    limits[at] = None if document is None else sources[place.key].limit(document)
+                stop = limits[at]
+                if stop is None:
                     bad.append(place)
-                    continue
-                yield segment_of(pack, place.slot, record, reader.layout)
+                elif stop >= record.start + record.rows:
+                    yield segment_of(pack, place.slot, record, reader.layout)
+                elif stop > record.start:  # where the runs part, rows are the lender's only
+                    yield replace(segment_of(pack, place.slot, record, reader.layout), stop=stop)
         except OSError as error:
             if error.errno not in _GONE:
                 raise CacheError(f"pack {pack} cannot be read: {error}") from error

@@ -19,6 +19,7 @@ import os
 import time
 import uuid
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from threading import Lock, Thread
 
@@ -30,7 +31,8 @@ from lenspool_cache.codec import checksum, dtype_of, raw
 from lenspool_cache.errors import CacheCorrupt, CacheError
 from lenspool_cache.identity import STORE_VERSION
 from lenspool_cache.index import Index, Place
-from lenspool_cache.keys import Run, array_digest
+from lenspool_cache.keys import array_digest
+from lenspool_cache.lending import Sources, blocks_at
 from lenspool_cache.lookup import Lookup
 from lenspool_cache.ranges import Range
 from lenspool_cache.reader import PackPool, PackReader
@@ -103,7 +105,7 @@ class Remote:
         except OSError as error:
             raise CacheError(f"{folder} cannot be used for what is known of {url}: {error}") from error
         self._packs = _ShardPool(folder / "shards")
-        self._index = Index(folder, self.place, self._truth)
+        self._index = Index(folder, self.place, self._truth, partial(blocks_at, self._packs))
         self._own = Lookup(self._packs, self._index)
         self.identity = self._own.identity
         self._lock = Lock()
@@ -190,10 +192,15 @@ class Remote:
 
     # -- a layer
 
-    def find(self, run: Run, keys: Sequence[bytes], within: Range | None) -> list[Segment]:
+    def find(self, sources: Sources, within: Range | None) -> list[Segment]:
         """As `Lookup.find`."""
         self._look()
-        return self._own.find(run, keys, within)
+        return self._own.find(sources, within)
+
+    def lenders(self, blocks: Sequence[bytes]) -> set[bytes]:
+        """As `Index.lenders`."""
+        self._look()
+        return self._own.lenders(blocks)
 
     def places(self) -> list[Place]:
         """Where every segment stands."""

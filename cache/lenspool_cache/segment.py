@@ -60,6 +60,10 @@ class Segment:
         32-byte entry key.
     slot
         Place of the segment's record in the pack's index.
+    time
+        When the rows were written, in nanoseconds since the epoch.
+    stop
+        Of rows that another run lends: the position from which on they are not those that are asked for.
     layer
         Which layer of the store has it: 0 is its own folder, others are the lower ones, in order.
     """
@@ -73,12 +77,15 @@ class Segment:
     checksum: int
     key: bytes
     slot: int
+    time: int = 0
+    stop: int | None = None
     layer: int = 0
 
     @property
     def range(self) -> tuple[int, int]:
-        """Positions `[start, start + rows)`."""
-        return self.start, self.start + self.rows
+        """Positions `[start, start + rows)`, but only those before `stop`."""
+        end = self.start + self.rows
+        return self.start, end if self.stop is None else min(end, self.stop)
 
     @property
     def nbytes(self) -> int:
@@ -141,7 +148,16 @@ class Layout:
 def segment_of(pack: str, slot: int, record: Record, layout: Layout) -> Segment:
     """The segment that a record of a pack describes."""
     return Segment(
-        pack, record.row, record.start, record.rows, layout.dtype, layout.width, record.checksum, record.key, slot
+        pack,
+        record.row,
+        record.start,
+        record.rows,
+        layout.dtype,
+        layout.width,
+        record.checksum,
+        record.key,
+        slot,
+        record.time,
     )
 
 

@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
@@ -34,11 +35,13 @@ from lenspool_cache.identity import store_id
 from lenspool_cache.index import Index, Place
 from lenspool_cache.keeping import Keeper
 from lenspool_cache.keys import Run
-from lenspool_cache.layers import below, from_below, open_layers
+from lenspool_cache.layers import below, from_below, lenders_below, open_layers
+from lenspool_cache.lending import Sources, blocks_at, borrowed, own
 from lenspool_cache.lookup import Lookup
 from lenspool_cache.mounts import is_network
 from lenspool_cache.pins import Pins
 from lenspool_cache.policy import Policy
+from lenspool_cache.prefix import BLOCK, reach
 from lenspool_cache.ranges import Range
 from lenspool_cache.reader import PackPool
 from lenspool_cache.scan import finished, scan_all
@@ -54,7 +57,8 @@ _MOVES = 4  # how often rows are looked for again that a collector took away bet
 class Store:
     """A content-hash store in a folder.
 
-    Threads and processes may share it; a fork is noticed. Of equal rows put twice the first stay.
+    Threads and processes may share it; a fork is noticed. Of equal rows put twice the first stay. Runs that begin alike
+    lend each other rows (`find`), so that those of a shared prefix are stored once.
 
     Parameters
     ----------
@@ -106,7 +110,9 @@ class Store:
         self._arrays = ArrayFolder(self.path)
         self.network = is_network(self.path) if network is None else network
         follower = Follower(self._packs) if self.network else None
-        self._index = Index(self.path, self.id, self._truth, read_only=read_only, follower=follower)
+        self._index = Index(
+            self.path, self.id, self._truth, partial(blocks_at, self._packs), read_only=read_only, follower=follower
+        )
         self.pins = Pins(self.path)
         self._own = Lookup(self._packs, self._index)
         self._usage = Usage(self._index)
@@ -135,22 +141,77 @@ class Store:
         dict
             Name to segments sorted by start. Only names that have segments.
         """
-        by_key = {run.entry(name): name for name in names}
-        found = self._own.find(run, list(by_key), within)
+        sources = own(run, names)
+        out = self._found(sources, within)
+        for number, layer in enumerate(self._layers, 1):
+            left = {k: s for k, s in sources.items() if not (within and _covers(out.get(s.name, ()), within))}
+            for segment in below(layer, left, within):
+                out.setdefault(sources[segment.key].name, []).append(replace(segment, layer=number))
+        return {name: minimal(segments) for name, segments in out.items()}
+
+    def find(self, run: Run, wanted: Mapping[str, Iterable[Range]]) -> dict[str, list[Segment]]:
+        """Segments that make up rows of a run: its own, then those that fill gaps and belong to runs that begin alike.
+
+        Parameters
+        ----------
+        wanted
+            Name to positions.
+
+        Returns
+        -------
+        dict
+            As of `lookup`; what is lent is cut at its `stop`, and stands behind the run's own.
+        """
+        asked = {name: rg.merge(ranges) for name, ranges in wanted.items()}
+        out = self.lookup(run, asked, _span(asked.values()))
+        gaps = {n: rg.subtract(ranges, [s.range for s in out.get(n, ())]) for n, ranges in asked.items()}
+        gaps = {name: gap for name, gap in gaps.items() if gap and reach(name) is not None}
+        first = min((gap[0][0] for gap in gaps.values()), default=0)
+        if not gaps or not run.blocks or first >= BLOCK * (len(run.blocks) + 1):
+            return out
+        for number in range(len(self._layers) + 1):
+            for name, lent in self._lent(run, gaps, number).items():
+                for segment in sorted(lent, key=lambda s: (s.time, s.start)):  # the oldest: an answer stays what it is
+                    left = rg.subtract(gaps[name], [segment.range])
+                    if left != gaps[name]:
+                        gaps[name] = left
+                        out.setdefault(name, []).append(segment)
+            gaps = {name: gap for name, gap in gaps.items() if gap}
+        return out
+
+    def _lent(self, run: Run, gaps: Mapping[str, list[Range]], number: int) -> dict[str, list[Segment]]:
+        """What other runs lend, of one layer."""
+        if not gaps:
+            return {}
+        if not number:
+            return self._found(borrowed(run, self._own.lenders(run.blocks) - {run.key}, gaps), _span(gaps.values()))
+        layer = self._layers[number - 1]
+        sources = borrowed(run, lenders_below(layer, run.blocks) - {run.key}, gaps)
+        out: dict[str, list[Segment]] = {}
+        for segment in below(layer, sources, _span(gaps.values())):
+            out.setdefault(sources[segment.key].name, []).append(replace(segment, layer=number))
+        return out
+
+    def _found(self, sources: Sources, within: Range | None) -> dict[str, list[Segment]]:
+        """Segments of the store's own folder by name, whose use is noted."""
+        out: dict[str, list[Segment]] = {}
+        found = self._own.find(sources, within)
         if self._usage.note({segment.key for segment in found}):
             self._usage.flush()
             self._packs.sweep()
-        out: dict[str, list[Segment]] = {}
         for segment in found:
-            out.setdefault(by_key[segment.key], []).append(segment)
-        for number, layer in enumerate(self._layers, 1):
-            left = [key for key, name in by_key.items() if not (within and _covers(out.get(name, ()), within))]
-            for segment in below(layer, run, left, within):
-                out.setdefault(by_key[segment.key], []).append(replace(segment, layer=number))
-        return {name: minimal(segments) for name, segments in out.items()}
+            out.setdefault(sources[segment.key].name, []).append(segment)
+        return out
+
+    def missing(self, run: Run, wanted: Mapping[str, Iterable[Range]]) -> dict[str, list[Range]]:
+        """Positions of entries that neither the run nor one that begins like it has; only names that lack any."""
+        wanted = {name: rg.merge(ranges) for name, ranges in wanted.items()}
+        found = self.find(run, wanted)
+        gaps = {name: rg.subtract(ranges, [s.range for s in found.get(name, ())]) for name, ranges in wanted.items()}
+        return {name: gap for name, gap in gaps.items() if gap}
 
     def covered(self, run: Run, names: Iterable[str]) -> dict[str, list[Range]]:
-        """Positions that the store has: name to merged ranges; only names that have any."""
+        """Positions of which the run itself has rows: name to merged ranges; only names that have any."""
         return {name: rg.merge(s.range for s in found) for name, found in self.lookup(run, names).items()}
 
     def read(self, segment: Segment) -> np.ndarray:
@@ -173,7 +234,7 @@ class Store:
     def rows(
         self, run: Run, name: str, ranges: Iterable[Sequence[int]], *, out: np.ndarray | None = None
     ) -> np.ndarray:
-        """Rows of an entry at positions, assembled from its segments.
+        """Rows of an entry at positions, assembled from its segments and, where it has none, those that others lend.
 
         Parameters
         ----------
@@ -204,8 +265,7 @@ class Store:
         raise CacheMiss(name, f"rows were evicted or moved {_MOVES} times while they were read")
 
     def _assembled(self, run: Run, name: str, wanted: list[Range], out: np.ndarray | None) -> np.ndarray:
-        span = (wanted[0][0], wanted[-1][1]) if wanted else None
-        segments = self.lookup(run, [name], span).get(name, [])
+        segments = self.find(run, {name: wanted}).get(name, [])
         missing = rg.subtract(wanted, [s.range for s in segments])
         if missing or not segments:
             raise CacheMiss(name, f"positions {missing or wanted} are not stored")
@@ -247,7 +307,7 @@ class Store:
         if self.read_only or self._closed:
             return
         try:
-            self._put_own(run, {name: [(segment.start, array) for segment, array in rows.items()]})
+            self._put_own(run, {name: [(s.start, array[: s.range[1] - s.start]) for s, array in rows.items()]})
         except CacheError as error:
             log.warning("rows from a lower layer are not kept: %s", error)
 
@@ -279,14 +339,13 @@ class Store:
         self.require_writable()
         checked = {name: [_rows(name, start, array) for start, array in parts] for name, parts in entries.items()}
         with self._write_lock:
-            return self._write(run, cut(checked, self.covered(run, checked)))
+            return self._write(run, cut(checked, self.missing(run, {n: _spans(parts) for n, parts in checked.items()})))
 
     def _put_own(self, run: Run, entries: Mapping[str, Sequence[tuple[int, np.ndarray]]]) -> None:
         with self._write_lock:
-            have: dict[str, list[Range]] = {}
-            for name in entries:
-                have[name] = [segment.range for segment in self._own.find(run, [run.entry(name)])]
-            self._write(run, cut(entries, have))
+            have = self._found(own(run, entries), None)
+            left = {n: rg.subtract(_spans(parts), [s.range for s in have.get(n, ())]) for n, parts in entries.items()}
+            self._write(run, cut(entries, left))
 
     def _write(self, run: Run, pieces: Sequence[Piece]) -> int:
         needed = sum(piece.array.nbytes for piece in pieces)
@@ -452,6 +511,16 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
+
+
+def _spans(parts: Iterable[tuple[int, np.ndarray]]) -> list[Range]:
+    return [(start, start + len(array)) for start, array in parts]
+
+
+def _span(several: Iterable[Sequence[Range]]) -> Range | None:
+    """From the first of some positions to the last."""
+    ranges = [r for ranges in several for r in ranges]
+    return (min(r[0] for r in ranges), max(r[1] for r in ranges)) if ranges else None
 
 
 def _rows(name: str, start: int, array: np.ndarray) -> tuple[int, np.ndarray]:

@@ -33,17 +33,17 @@ class Piece:
     array: np.ndarray
 
 
-def cut(entries: Mapping[str, Sequence[tuple[int, np.ndarray]]], covered: Mapping[str, Sequence[Range]]) -> list[Piece]:
-    """Rows that are not covered yet, in pieces of segment size."""
+def cut(entries: Mapping[str, Sequence[tuple[int, np.ndarray]]], missing: Mapping[str, Sequence[Range]]) -> list[Piece]:
+    """Rows at positions that are missing, in pieces of segment size."""
     pieces = []
     for name, parts in entries.items():
-        have = rg.merge(covered.get(name, ()))
+        left = list(missing.get(name, ()))
         for start, array in parts:
             step = max(1, SEGMENT_BYTES // (array.shape[1] * array.itemsize))
-            for first, stop in rg.subtract([(start, start + len(array))], have):
+            for first, stop in rg.intersect([(start, start + len(array))], left):
                 for at in range(first, stop, step):
                     pieces.append(Piece(name, at, array[at - start : min(at + step, stop) - start]))
-            have = rg.merge([*have, (start, start + len(array))])
+            left = rg.subtract(left, [(start, start + len(array))])
     return pieces
 
 

@@ -33,6 +33,8 @@ class Found:
         Hook -> ranges that are not there; empty together with `complete=True`.
     length
         Number of positions that have activations; None for a generation that has not run.
+    lent
+        Entry keys of runs that begin like this one -> rows of it that belong to them; None where that is not known.
     """
 
     complete: bool
@@ -40,6 +42,7 @@ class Found:
     length: int | None = None
     generation: dict[str, Any] | None = None
     reader: Reader | None = None
+    lent: dict[str, int] | None = None
 
     def ranges(self, request: Request, name: str | None = None) -> list[Range]:
         """The request's ranges with their end; of one of its names, where that has rows."""
@@ -87,23 +90,29 @@ class StoreAccess:
     def look(self, request: Request) -> Found:
         """What the store has of a request."""
         run = request.run
-        names = [*request.hooks, *([GENERATION] if request.sampling is not None else [])]
-        segments = self.store.lookup(run, names)
         length, generation = len(request.tokens), None
         if request.sampling is not None:
-            if GENERATION not in segments:
+            made = self.store.lookup(run, [GENERATION])
+            if not made:
                 return Found(False, {name: request.ranges_of(name) for name in request.hooks})
-            generation = parse_generation(self.store.read(segments[GENERATION][0]))
+            generation = parse_generation(self.store.read(made[GENERATION][0]))
             length += len(generation["token_ids"]) - 1
         wanted = {name: closed(request.ranges_of(name), length) for name in request.hooks}
+        segments = self.store.find(run, wanted)
         missing: dict[str, list[OpenRange]] = {}
-        for name in request.hooks:
-            gap = rg.subtract(wanted[name], rg.merge(s.range for s in segments.get(name, ())))
+        lent: dict[str, int] = {}
+        for name, ranges in wanted.items():
+            gap = rg.subtract(ranges, (s.range for s in segments.get(name, ())))
             if gap:
                 missing[name] = list(gap)
+            own = [s.range for s in segments.get(name, ()) if s.key == run.entry(name)]
+            for segment in (s for s in segments.get(name, ()) if s.key != run.entry(name)):
+                rows = rg.count(rg.subtract(rg.intersect(ranges, [segment.range]), own))
+                own.append(segment.range)
+                lent[segment.key.hex()] = lent.get(segment.key.hex(), 0) + rows
         if missing:
             return Found(False, missing, length, generation)
-        return Found(True, {}, length, generation, lambda name: self._rows(run, name, wanted[name]))
+        return Found(True, {}, length, generation, lambda name: self._rows(run, name, wanted[name]), lent)
 
     def _rows(self, run: Run, name: str, wanted: list[Range]) -> np.ndarray:
         try:

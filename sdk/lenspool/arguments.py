@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypedDict, cast
 import numpy as np
 
 from lenspool.interventions import Intervention
+from lenspool.job import Reuse, check_reuse
 from lenspool.readouts import Readout
 from lenspool.sampling import Sampling, check_integer
 from lenspool.terms import Lane, Terms, check_seconds
@@ -32,6 +33,7 @@ class _Limits(TypedDict, total=False):
     queue_timeout: float | None
     run_timeout: float | None
     retries: int
+    reuse: Reuse
 
 
 class _Wait(TypedDict, total=False):
@@ -51,6 +53,9 @@ class Options(_Limits, _Wait, total=False):
     retries
         How often the call is made again after `PoolUnavailable`, `QueueFull` or `WorkerLost`, with growing pauses,
         within `timeout`. Default 0. (A job that loses its worker is tried again by the pool itself before that.)
+    reuse
+        `"prefix"`, the default: rows that follow from the tokens and edits up to them may be those of any run that
+        begins alike. `"none"`: the run stands alone, and was or is computed in one piece.
     """
 
 
@@ -143,6 +148,7 @@ def manner(options: Mapping[str, Any]) -> Manner:
     """
     timeout = options.get("timeout")
     check_seconds("timeout", timeout)
+    check_reuse(options.get("reuse", "prefix"))
     terms = Terms(options.get("lane", "interactive"), options.get("queue_timeout"), options.get("run_timeout"))
     return Manner(terms, timeout, check_integer("retries", options.get("retries", 0), 0, None))
 

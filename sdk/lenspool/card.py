@@ -71,6 +71,8 @@ class ModelCard:
         Most log-probabilities per token that a generation may ask for.
     max_batched_tokens
         Tokens in one step of the engine.
+    no_prefix_reuse
+        Why runs of this model that begin alike do not share rows; empty where they do.
     store_id, store_path
         Identity of the store that holds the results, and its folder as the worker sees it.
     """
@@ -93,6 +95,7 @@ class ModelCard:
     tokenizer: str | None = None
     max_logprobs: int = 20
     max_batched_tokens: int = 8192
+    no_prefix_reuse: str = ""
     store_id: str = ""
     store_path: str = ""
     worker: str = ""

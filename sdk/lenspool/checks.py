@@ -16,7 +16,7 @@ from lenspool.sizes import check_bytes
 
 KINDS = ("capture", "generate", "fetch")
 
-_FIELDS = {"v", "kind", "model", "tokens", "captures", "interventions", "sampling", "nonce"}
+_FIELDS = {"v", "kind", "model", "tokens", "captures", "interventions", "sampling", "nonce", "reuse"}
 
 
 def check(document: Any, card: ModelCard) -> None:
@@ -61,6 +61,10 @@ def check(document: Any, card: ModelCard) -> None:
         raise InvalidJob("tokens", f"prompt and generation take {length} tokens", f"max_model_len {card.max_model_len}")
     if not isinstance(document.get("nonce", ""), str):
         raise InvalidJob("nonce", "not a string")
+    if document.get("reuse", "none") != "none":
+        raise InvalidJob("reuse", f"got {document['reuse']!r}", "'none', or no such field")
+    if card.no_prefix_reuse and "reuse" not in document:
+        raise InvalidJob("reuse", f"runs of this model do not share rows: {card.no_prefix_reuse}", "'none'")
     # a generation's last token is never fed back, so it has no position
     end = len(tokens) + (sampling["max_tokens"] - 1 if sampling else 0)
     _check_captures(document.get("captures"), card, end, len(tokens), generating=kind == "generate")

@@ -10,7 +10,7 @@ import operator
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -28,6 +28,7 @@ from lenspool_cache import ranges as rg
 from lenspool_cache.ranges import OpenRange, Range
 
 VERSION = 1
+Reuse = Literal["prefix", "none"]
 GENERATION = "generation"
 """Name of the store entry that holds the token ids and the text of a generation."""
 
@@ -46,6 +47,8 @@ class Request:
         Digest -> array that the job needs and that may have to be sent first.
     nonce
         Set when the answer must not be reused (sampling without a seed).
+    reuse
+        `"prefix"`, or `"none"`: the run stands alone, and is computed in one piece.
     """
 
     card: ModelCard
@@ -56,6 +59,7 @@ class Request:
     arrays: dict[str, np.ndarray]
     sampling: dict[str, Any] | None = None
     nonce: str | None = None
+    reuse: Reuse = "prefix"
 
     @property
     def run(self) -> Run:
@@ -101,6 +105,8 @@ class Request:
             "interventions": self.interventions,
             "sampling": self.sampling,
         }
+        if self.reuse == "none":
+            document["reuse"] = "none"
         return document if self.nonce is None else {**document, "nonce": self.nonce}
 
 
@@ -112,7 +118,7 @@ def job_id(document: Mapping[str, Any]) -> str:
 def run_of(document: Mapping[str, Any], context: Mapping[str, Any]) -> Run:
     """The run that a capture or generate document belongs to, in a model context."""
     run = {"v": VERSION, "context": context, **{k: document[k] for k in ("tokens", "interventions", "sampling")}}
-    return Run({**run, "nonce": document["nonce"]} if "nonce" in document else run)
+    return Run(run | {k: document[k] for k in ("nonce", "reuse") if k in document})
 
 
 def prepare(
@@ -124,6 +130,7 @@ def prepare(
     interventions: Any = (),
     sampling: dict[str, Any] | None = None,
     norms: Mapping[str, float] | None = None,
+    reuse: Reuse = "prefix",
 ) -> Request:
     """Check a call's arguments and make them a request.
 
@@ -132,6 +139,7 @@ def prepare(
     InvalidJob
         Or a subclass; nothing has been queued.
     """
+    reuse = "none" if card.no_prefix_reuse else check_reuse(reuse)
     tokens = tokenize(card, tokenizer, prompt)
     room = card.max_model_len - (sampling["max_tokens"] if sampling else 1)
     if len(tokens) > room:
@@ -149,7 +157,14 @@ def prepare(
     edits, arrays = to_documents(interventions, card, tokens, generating=generating, norms=norms)
     random = sampling is not None and sampling["temperature"] > 0 and sampling["seed"] is None
     nonce = uuid.uuid4().hex if random else None
-    return Request(card, tokens, names, wanted, edits, arrays | matrices, sampling, nonce)
+    return Request(card, tokens, names, wanted, edits, arrays | matrices, sampling, nonce, reuse)
+
+
+def check_reuse(reuse: Any) -> Reuse:
+    """Refuse what is no way to take rows of other runs."""
+    if reuse not in get_args(Reuse):
+        raise InvalidJob("reuse", f"got {reuse!r}", ", ".join(map(repr, get_args(Reuse))))
+    return reuse
 
 
 def _end(tokens: Sequence[int], sampling: Mapping[str, Any] | None) -> int:

@@ -53,7 +53,9 @@ class Capture(Mapping[str, Any]):
     provenance
         Model, engine and versions, dtype, rows computed and reused, seconds in queue and engine, worker, and the
         content key of each hook. Numbers of a batched engine agree with those of a solo run to float rounding, not to
-        the bit (float32: about 1e-6 relative); a stored answer is returned bit for bit.
+        the bit (float32: about 1e-6 relative); a stored answer is returned bit for bit. `prefix_rows` is how
+        many rows belong to other runs which begin like this one, `prefix_keys` in which entries those stand; None where
+        the client does not reach the store.
     """
 
     def __init__(

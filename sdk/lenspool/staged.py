@@ -9,7 +9,7 @@ from lenspool import hooks as hk
 from lenspool import positions as ps
 from lenspool.errors import InvalidJob
 from lenspool.interventions import Intervention, listed
-from lenspool.job import tokenize
+from lenspool.job import Reuse, tokenize
 from lenspool.readouts import norm
 
 if TYPE_CHECKING:
@@ -53,7 +53,10 @@ async def mean_norms(client: Many, hooks: Sequence[str], prompts: Iterable[Any] 
 
 
 async def resolved(
-    client: Many, prompt: Any, interventions: Intervention | Iterable[Intervention] | None
+    client: Many,
+    prompt: Any,
+    interventions: Intervention | Iterable[Intervention] | None,
+    reuse: Reuse = "prefix",
 ) -> tuple[list[Intervention], Mapping[str, float]]:
     """Interventions without `swap_rows`, and the norms of hooks that some of them are relative to."""
     items = listed(interventions)
@@ -87,7 +90,7 @@ async def resolved(
         first, second = (side[0] for side in swapped if side)
         if first == second:
             continue
-        rows = await client.capture(tokens, name, positions=sorted({first, second}), interventions=done)
+        rows = await client.capture(tokens, name, positions=sorted({first, second}), interventions=done, reuse=reuse)
         options = {"source_positions": [second, first]}
         done.append(Intervention("patch", name, rows, options, {**item.where, "positions": [first, second]}))
     return done, norms

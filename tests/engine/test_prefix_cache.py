@@ -165,6 +165,13 @@ async def test_cached_positions_still_have_rows(engine: Asker, oracle: Oracle, p
     rows = await engine.capture(second, LATE)
     assert all(len(r) == len(second) for r in rows.values())
     assert worst(rows, oracle.run(second))[0] <= TOLERANCE
+    for start in (BLOCK - 1, BLOCK, 2 * BLOCK + 9):
+        before = await computed(engine)
+        rows = await engine.capture(second, LATE, ranges=[(start, start + 3), (len(second) - 1, len(second))])
+        read = start // BLOCK * BLOCK
+        assert await computed(engine) - before == len(second) - read, "the cache is read up to the first wanted row"
+        expected = oracle.run(second)
+        assert worst(rows, {n: expected[n][[*range(start, start + 3), -1]] for n in LATE})[0] <= TOLERANCE
     result, rows = await engine.generate(second, 4, LATE, ranges=[(len(second) - 1, None)])
     expected = oracle.run([*second, *result.token_ids[:-1]])
     assert worst(rows, {name: expected[name][len(second) - 1 :] for name in LATE})[0] <= TOLERANCE

@@ -38,3 +38,18 @@ def test_a_pattern_needs_all_earlier_keys() -> None:
     derived = DerivedHooks({PATTERN: Pattern("q", "k", 1, 1, 1.0, None, None, None, scores=False)})
     assert derived.sources([([PATTERN, "q"], [(3, 5)]), (["k"], [(4, 9)])]) == [("q", [(3, 5)]), ("k", [(0, 9)])]
     assert derived.sources([([PATTERN], [(3, None)])]) == [("q", [(3, None)]), ("k", [(0, None)])]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [({}, ""), ({"is_causal": False}, "bidirectional"), ({"use_bidirectional_attention": True}, "bidirectional")],
+)
+def test_a_model_whose_rows_follow_from_later_tokens_shares_none(
+    smollm2: Path, overrides: dict[str, bool], reason: str
+) -> None:
+    from vllm.config import ModelConfig
+
+    from lenspool_worker.settings import no_prefix_reuse
+
+    found = no_prefix_reuse(ModelConfig(model=str(smollm2), hf_overrides=overrides))
+    assert reason in found and bool(reason) == bool(found)

@@ -9,11 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lenspool import InvalidJob, LenspoolError, ModelCard, UnknownHook, UnsupportedHook, add, zero
+from lenspool import InvalidJob, LenspoolError, ModelCard, UnknownHook, UnsupportedHook, add, entries, zero
 from lenspool.checks import check
 from lenspool.errors import from_wire, to_wire
-from lenspool.job import job_id, prepare, run_of
+from lenspool.job import GENERATION, job_id, prepare, run_of
 from lenspool.sampling import sampling_document
+from lenspool.vocabulary import HOOK_POINTS
+from lenspool_cache.prefix import reach
 
 TOKENS = list(range(10))
 HOOKS = ["resid_post.1", "logits"]
@@ -58,6 +60,7 @@ def test_key_changes_with_everything_that_can_change_the_answer(card: ModelCard)
         request(card, prompt=TOKENS[:-1]),
         request(card, prompt=[*TOKENS[:-1], 50]),
         request(card, interventions=zero("resid_mid.1")),
+        request(card, reuse="none"),
         request(card, interventions=zero("resid_mid.1", positions=0)),
         request(card, interventions=add("resid_mid.1", 1.0)),
         request(card, sampling=greedy),
@@ -84,6 +87,38 @@ def test_key_ignores_what_cannot_change_the_answer(card: ModelCard) -> None:
 def test_sampling_without_a_seed_is_never_reused(card: ModelCard) -> None:
     sampling = sampling_document(max_tokens=4, temperature=1.0)
     assert request(card, sampling=sampling).run.key != request(card, sampling=sampling).run.key
+
+
+def test_a_run_that_takes_no_rows_of_others_is_another_one(card: ModelCard) -> None:
+    plain, alone = request(card), request(card, reuse="none")
+    assert plain.run.key != alone.run.key
+    assert "reuse" not in document(card) and document(card, reuse="none")["reuse"] == "none"
+    check(document(card, reuse="none"), card)
+    with pytest.raises(InvalidJob, match="reuse"):
+        check({**document(card), "reuse": "prefix"}, card)
+
+
+def test_a_model_without_shared_rows_says_why(card: ModelCard) -> None:
+    """Its requests stand alone; a job that a stranger wrote otherwise is refused."""
+    card = dataclasses.replace(card, no_prefix_reuse="its attention is bidirectional")
+    assert ModelCard.from_dict(card.to_dict()).no_prefix_reuse == card.no_prefix_reuse
+    assert request(card).reuse == "none"
+    written = document(card)
+    check(written, card)
+    del written["reuse"]
+    with pytest.raises(InvalidJob, match="bidirectional"):
+        check(written, card)
+
+
+def test_which_rows_may_be_shared_is_told_by_their_names() -> None:
+    """As the vocabulary has them: hooks, but for those as wide as the run; readouts, but for reductions."""
+    for point in HOOK_POINTS:
+        assert reach(point.name.format(layer=3)) == (None if "k_pos" in point.shape else 0)
+    for name, op in entries.OPS.items():
+        ahead = None if op.reduces else int(name == "loss")
+        assert reach(f"blocks.0.hook_resid_post|{name}(1)") == ahead
+    assert reach("blocks.0.hook_resid_post|lens.top_k(1).values") == 0
+    assert reach(GENERATION) is None
 
 
 def test_equal_documents_are_one_job(card: ModelCard) -> None:

@@ -60,6 +60,8 @@ class EngineRequest:
         None for a capture: the prompt is run and nothing more.
     run
         Under what the rows are stored.
+    fresh
+        Compute all of it, whatever vLLM's prefix cache has.
     """
 
     job_id: str
@@ -68,6 +70,7 @@ class EngineRequest:
     interventions: list[dict[str, Any]]
     sampling: dict[str, Any] | None
     run: Run
+    fresh: bool = False
 
 
 @dataclass(frozen=True)
@@ -332,10 +335,10 @@ class Engine:
                 for site, ranges in (self._read(name, group) for name in group.hooks)
                 for start, _ in ranges
             ),
-            default=len(request.tokens),
+            default=None,
         )
-        # cached positions are not run and yield no rows; the last prompt position is always run
-        whole = first < len(request.tokens) - 1 or "prompt_logprobs" in sampling
+        # cached positions are not run and yield no rows: the scheduler reads the cache up to the first that has to
+        whole = request.fresh or first == 0 or "prompt_logprobs" in sampling
         return SamplingParams(
             **parameters(sampling),
             detokenize=self._text and request.sampling is not None,
@@ -344,6 +347,7 @@ class Engine:
             extra_args={
                 SPEC: {
                     "tag": tag,
+                    "first": first,
                     "captures": _wire(request.captures),
                     "interventions": request.interventions,
                     "epoch": self._epoch,

