@@ -15,10 +15,12 @@ import pytest
 import torch
 from transformers import AutoTokenizer, GPT2Config, LayoutLMConfig
 
+from lenspool import Client
 from lenspool.card import ModelCard
 from lenspool.integrations.transformer_lens import PoolBridge, boot_pool
 from lenspool.testing import FakePool
 from lenspool.testing.fake_model import fake_card
+from tests.e2e.test_snippets import snippets
 from tests.integrations.conftest import TOKENS
 
 DIMS = {"n_layers": 30, "d_model": 576, "n_heads": 9, "n_kv_heads": 3, "d_mlp": 1536, "vocab_size": 49152}
@@ -50,6 +52,17 @@ def test_without_transformerlens_the_extra_is_named(monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, "transformer_lens.model_bridge", None)
     with pytest.raises(ImportError, match=r"lenspool\[transformer-lens\]"):
         boot_pool("model")
+
+
+def test_the_page_runs(smollm2: Path, client: Client) -> None:
+    """docs/transformer_lens.md."""
+    (snippet,) = snippets(Path(__file__).parents[2] / "docs" / "transformer_lens.md")
+    assert '"path/to/model", "redis://localhost:6379"' in snippet
+    snippet = snippet.replace("path/to/model", str(smollm2)).replace("redis://localhost:6379", client.url)
+    names: dict[str, Any] = {"tokens": TOKENS, "vector": torch.ones(576)}
+    exec(compile(snippet, "transformer_lens.md", "exec"), names)
+    assert list(names["cache"].keys()) == ["blocks.5.hook_out"]
+    assert names["edited"].shape == (1, TOKENS.shape[1], 49152)
 
 
 def test_a_call_of_boot_vllm_runs(smollm2: Path, pool: FakePool) -> None:

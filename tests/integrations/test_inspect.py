@@ -33,6 +33,7 @@ from inspect_ai.tool import ToolCall, ToolInfo, ToolParam, ToolParams
 from lenspool import CacheError, Client, add
 from lenspool.integrations import wire
 from lenspool.integrations.inspect import fetch, load, registry
+from tests.e2e import test_snippets as pages
 from tests.e2e.conftest import counters, relative
 
 os.environ.setdefault("INSPECT_DISPLAY", "none")
@@ -278,27 +279,33 @@ async def test_one_model_serves_several_loops_and_closes(client: Client) -> None
 # -- TransformerLens's own tools
 
 
-async def test_transformer_lens_drives_the_provider(
-    client: Client, oracle: Oracle, smollm2: Path, vector: np.ndarray
-) -> None:
-    """InspectDriver under a RemoteBridge: caches, logits at every position, loss, edits."""
+def adapted(smollm2: Path, tokenizer: Any) -> tuple[Any, Any]:
+    """TransformerLens's adapter for the model, and its tokenizer as it wants it."""
     from transformer_lens.factories.architecture_adapter_factory import ArchitectureAdapterFactory
-    from transformer_lens.model_bridge import RemoteBridge
     from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_config_from_hf, configure_tokenizer
     from transformer_lens.model_bridge.sources._hf_format import determine_architecture_from_hf_config
-    from transformer_lens.model_bridge.sources.inspect.driver import InspectDriver
-    from transformer_lens.model_bridge.sources.inspect.profiles import TLBridgeProfile
 
     config = transformers.AutoConfig.from_pretrained(smollm2)
     architecture = determine_architecture_from_hf_config(config)
     bridge_config = build_bridge_config_from_hf(config, architecture, str(smollm2), torch.float32)
     adapter = ArchitectureAdapterFactory.select_architecture_adapter(bridge_config)
+    return adapter, configure_tokenizer(tokenizer, adapter.cfg)
+
+
+async def test_transformer_lens_drives_the_provider(
+    client: Client, oracle: Oracle, smollm2: Path, vector: np.ndarray
+) -> None:
+    """InspectDriver under a RemoteBridge: caches, logits at every position, loss, edits."""
+    from transformer_lens.model_bridge import RemoteBridge
+    from transformer_lens.model_bridge.sources.inspect.driver import InspectDriver
+    from transformer_lens.model_bridge.sources.inspect.profiles import TLBridgeProfile
+
+    adapter, tokenizer = adapted(smollm2, oracle.tokenizer)
     model = model_of(client)
     api: Any = model.api
     profile = TLBridgeProfile(
         api.supported_kinds(), api.provides_sequence_logits, supports_attention_mask=api.supports_attention_mask
     )
-    tokenizer = configure_tokenizer(oracle.tokenizer, adapter.cfg)
     ids = oracle.chat(("user", "What is the capital of Spain?"))
     attention = [f"blocks.3.attn.hook_{part}" for part in ("out", "z", "pattern")]
     names = [HOOK, *attention, "blocks.3.ln2.hook_in"]
@@ -440,3 +447,24 @@ async def test_transformer_lens_reads_what_it_captures_in_an_eval(
             assert turn[names[1]].shape == (1, usage.input_tokens, 9, 64)
     table = samples_df(log.location, columns=[*SampleSummary, activations_column()])
     assert len(table) == 2 and HOOK in str(table["tl_activations"].iloc[0])
+
+
+async def test_the_page_runs(
+    client: Client, oracle: Oracle, smollm2: Path, vector: np.ndarray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """docs/inspect.md, from top to bottom."""
+    from transformer_lens.model_bridge import RemoteBridge
+    from transformer_lens.model_bridge.sources.inspect.driver import InspectDriver
+    from transformer_lens.model_bridge.sources.inspect.profiles import TLBridgeProfile
+
+    monkeypatch.setenv("LENSPOOL_REDIS", client.url)
+    adapter, tokenizer = adapted(smollm2, oracle.tokenizer)
+    task = Task(dataset=[Sample(input="Name a city.")], solver=generate(), config=GenerateConfig(max_tokens=4))
+    names: dict[str, Any] = {"client": client, "vector": vector, "task": task, "adapter": adapter}
+    names |= {"tokenizer": tokenizer, "get_model": get_model, "eval_async": eval_async, "array_ref": wire.array_ref}
+    names |= {part.__name__: part for part in (RemoteBridge, InspectDriver, TLBridgeProfile)}
+    async with asyncio.timeout(200):
+        for snippet in pages.snippets(Path(__file__).parents[2] / "docs" / "inspect.md"):
+            await pages.run(snippet, names, "inspect.md")
+    assert names["log"].status == "success" and names["turn"]["resid_post.12"].shape[1] == 576
+    await asyncio.to_thread(names["bridge"].driver.close)
