@@ -12,7 +12,7 @@ DEVICE ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
 export HF_HUB_OFFLINE ?= 1
 export VLLM_NO_USAGE_STATS ?= 1
 
-.PHONY: install demo test test-redis chaos parity lint format bench bench-queue bench-store bench-prefix consumers dataset-proof dataset-memory clean
+.PHONY: install demo test test-redis chaos parity lint format bench bench-queue bench-store bench-prefix consumers dataset-proof dataset-memory eval-inspect clean
 
 install: $(STAMP)
 
@@ -73,6 +73,10 @@ dataset-proof: install
 
 dataset-memory: install
 	$(PY) benchmarks/dataset_job.py memory
+
+# 60 questions through inspect_ai, plain, captured and steered.
+eval-inspect: install
+	$(PY) examples/inspect_eval.py
 
 # Every family, hook and mode against transformers, into docs/parity.md (some 20 minutes); docs/hooks.md from the vocabulary.
 parity: install

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.pools import client, store  # noqa: F401 - session fixtures
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 SHARED = ("client", "engine")

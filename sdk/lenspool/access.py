@@ -80,14 +80,15 @@ def parse_generation(rows: np.ndarray) -> dict[str, Any]:
 class StoreAccess:
     """The client opens the store's files itself (same host or shared directory)."""
 
-    def __init__(self, store: Store, fallback: RedisAccess) -> None:
+    def __init__(self, store: Store, fallback: RedisAccess | None = None) -> None:
         self.store = store
         self._fallback = fallback
 
     async def find(self, request: Request, *, ran: bool) -> Found:
-        return await asyncio.to_thread(self._find, request)
+        return await asyncio.to_thread(self.look, request)
 
-    def _find(self, request: Request) -> Found:
+    def look(self, request: Request) -> Found:
+        """What the store has of a request."""
         run = request.run
         length, generation = len(request.tokens), None
         if request.sampling is not None:
@@ -123,7 +124,7 @@ class StoreAccess:
             raise CacheMiss(name, advice) from error
 
     async def put_array(self, digest: str, array: np.ndarray) -> None:
-        if self.store.read_only:
+        if self.store.read_only and self._fallback is not None:
             await self._fallback.put_array(digest, array)
         else:
             await asyncio.to_thread(self.store.put_array, array)

@@ -77,10 +77,10 @@ class Desk:
             found = await self.access.find(request, ran=True)
         if not found.complete:
             raise CacheError(f"the rows of {request.run} were computed {_ATTEMPTS} times, and are not in the store")
-        return _result(request, result, found, self.tokenizer, job, time.monotonic() - began)
+        return result_of(request, result, found, self.tokenizer, job, time.monotonic() - began)
 
 
-def _result(
+def result_of(
     request: Request,
     result: type[ResultT],
     found: Found,

@@ -15,6 +15,7 @@ from typing import Any
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
@@ -70,6 +71,13 @@ class Tokenizer:
     ----------
     blob
         `{"tokenizer": <tokenizer.json>, "chat_template": str | None, "special_tokens": {"bos_token": ...}}`.
+
+    Attributes
+    ----------
+    has_template
+        Whether chats can be rendered.
+    takes_tools
+        Whether the chat template writes out the tools that it is given.
     """
 
     def __init__(self, blob: Mapping[str, Any]) -> None:
@@ -77,8 +85,12 @@ class Tokenizer:
         self._fast.no_truncation()
         self._fast.no_padding()
         self._special = dict(blob.get("special_tokens") or {})
-        template = blob.get("chat_template")
-        self._template = _environment().from_string(template) if template else None
+        template: str | None = blob.get("chat_template")
+        environment = _environment()
+        self._template = environment.from_string(template) if template else None
+        self.has_template = self._template is not None
+        names = jinja2.meta.find_undeclared_variables(environment.parse(template)) if template else set()
+        self.takes_tools = "tools" in names
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Token ids of a text, with the special tokens that this tokenizer adds by itself, or without."""
@@ -100,10 +112,22 @@ class Tokenizer:
         """Each token as text by itself, special tokens included; a part of a character shows as U+FFFD."""
         return [self.text([int(t)]) for t in token_ids]
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        next_turn: bool | None = None,
+    ) -> str:
         """Text of a chat by the model's template.
 
-        The prompt of the assistant's next turn is appended, unless the last message is the assistant's own.
+        Parameters
+        ----------
+        tools
+            Schemas of functions that the model may call, for a template that `takes_tools`.
+        next_turn
+            Whether the prompt of the assistant's next turn is appended; default: unless the last message is the
+            assistant's own.
 
         Raises
         ------
@@ -115,14 +139,16 @@ class Tokenizer:
         for i, message in enumerate(messages):
             if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
                 raise InvalidJob(f"prompt[{i}]", f"got {message!r}", 'messages like {"role": "user", "content": "Hi"}')
-        last = messages[-1]["role"] if messages else None
+        if next_turn is None:
+            next_turn = not messages or messages[-1]["role"] != "assistant"
+        shown = list(tools) if tools else None
         try:
             return self._template.render(
-                messages=list(messages), add_generation_prompt=last != "assistant", tools=None, **self._special
+                messages=list(messages), add_generation_prompt=next_turn, tools=shown, **self._special
             )
         except jinja2.TemplateError as error:
             raise InvalidJob("prompt", f"the chat template refused the messages: {error}") from None
 
     def chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Token ids of a chat: `render`, then encoded with no further special tokens."""
-        return list(self._fast.encode(self.render(messages), add_special_tokens=False).ids)
+        return self.encode(self.render(messages), special=False)
