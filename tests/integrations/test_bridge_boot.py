@@ -61,7 +61,7 @@ def test_the_page_runs(smollm2: Path, client: Client) -> None:
     snippet = snippet.replace("path/to/model", str(smollm2)).replace("redis://localhost:6379", client.url)
     names: dict[str, Any] = {"tokens": TOKENS, "vector": torch.ones(576)}
     exec(compile(snippet, "transformer_lens.md", "exec"), names)
-    assert list(names["cache"].keys()) == ["blocks.5.hook_out"]
+    assert set(names["cache"].keys()) == {"blocks.5.hook_out", "blocks.5.hook_resid_post"}  # a name and its alias
     assert names["edited"].shape == (1, TOKENS.shape[1], 49152)
 
 

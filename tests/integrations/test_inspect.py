@@ -450,7 +450,12 @@ async def test_transformer_lens_reads_what_it_captures_in_an_eval(
 
 
 async def test_the_page_runs(
-    client: Client, oracle: Oracle, smollm2: Path, vector: np.ndarray, monkeypatch: pytest.MonkeyPatch
+    client: Client,
+    oracle: Oracle,
+    smollm2: Path,
+    vector: np.ndarray,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """docs/inspect.md, from top to bottom."""
     from transformer_lens.model_bridge import RemoteBridge
@@ -458,6 +463,7 @@ async def test_the_page_runs(
     from transformer_lens.model_bridge.sources.inspect.profiles import TLBridgeProfile
 
     monkeypatch.setenv("LENSPOOL_REDIS", client.url)
+    monkeypatch.setenv("INSPECT_LOG_DIR", str(tmp_path))
     adapter, tokenizer = adapted(smollm2, oracle.tokenizer)
     task = Task(dataset=[Sample(input="Name a city.")], solver=generate(), config=GenerateConfig(max_tokens=4))
     names: dict[str, Any] = {"client": client, "vector": vector, "task": task, "adapter": adapter}
@@ -467,4 +473,4 @@ async def test_the_page_runs(
         for snippet in pages.snippets(Path(__file__).parents[2] / "docs" / "inspect.md"):
             await pages.run(snippet, names, "inspect.md")
     assert names["log"].status == "success" and names["turn"]["resid_post.12"].shape[1] == 576
-    await asyncio.to_thread(names["bridge"].driver.close)
+    await asyncio.to_thread(names["bridge"].close)
