@@ -40,7 +40,7 @@ lint: install
 	$(PY) -m mypy examples
 
 # Two processes, a core each; tests of one engine stay together.
-test: lint
+test: lint consumers
 	OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(PY) -m pytest -n 2 --dist loadgroup
 
 # The queue's tests again, against Debian's redis-server.
@@ -64,8 +64,12 @@ bench-store: install
 	$(PY) benchmarks/store.py
 
 # Libraries that read datasets, for tests/e2e/test_datasets.py: beside the environment, since they want other versions.
-consumers: install
-	$(PIP) install --quiet --no-deps --upgrade --target $(VENV)/share/lenspool-consumers -r tests/consumers.txt
+CONSUMERS := $(VENV)/share/lenspool-consumers
+consumers: $(CONSUMERS)/.installed
+
+$(CONSUMERS)/.installed: $(STAMP) tests/consumers.txt
+	$(PIP) install --quiet --no-deps --upgrade --target $(CONSUMERS) -r tests/consumers.txt
+	@touch $@
 
 # A dataset job that is killed three times (some 10 minutes); memory of 100,000 rows.
 dataset-proof: install
