@@ -22,7 +22,8 @@ import lenspool
 from lenspool.errors import LenspoolError
 from lenspool_cache import Run, Store
 from lenspool_worker.demo_model import default_folder, prepare
-from lenspool_worker.engine import CaptureGroup, Engine, EngineRequest
+from lenspool_worker.engine import Engine
+from lenspool_worker.requests import CaptureGroup, EngineRequest
 
 LAYERS = 30
 ENGINE: dict[str, Any] = {"max_model_len": 1024}

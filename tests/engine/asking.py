@@ -11,7 +11,8 @@ import numpy as np
 
 from lenspool_cache import Run, Store
 from lenspool_cache.ranges import OpenRange
-from lenspool_worker.engine import CaptureGroup, Engine, EngineRequest, EngineResult
+from lenspool_worker.engine import Engine
+from lenspool_worker.requests import CaptureGroup, EngineRequest, EngineResult
 
 _numbers = itertools.count()
 Rows = dict[str, np.ndarray]

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from lenspool.errors import InvalidJob, UnknownHook, UnsupportedHook
-from lenspool_worker.engine import CaptureGroup, EngineRequest
+from lenspool_worker.requests import CaptureGroup, EngineRequest
 from tests.engine.asking import Asker, relative
 
 Prompts = Callable[[list[int]], list[list[int]]]

@@ -94,7 +94,8 @@ SCRIPT = """
     import asyncio, sys
     from pathlib import Path
     from lenspool_cache import Run, Store
-    from lenspool_worker.engine import Engine, EngineRequest
+    from lenspool_worker.engine import Engine
+    from lenspool_worker.requests import EngineRequest
 
     async def main():
         engine = Engine(sys.argv[1], Store(sys.argv[2]))

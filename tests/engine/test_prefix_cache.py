@@ -122,7 +122,7 @@ async def test_a_failed_edit_leaves_nothing_to_be_read(
     vector = np.random.default_rng(9).normal(0, 30, 576).astype(np.float32)
     digest = store.put_array(vector)
     edit = {"hook": HOOK, "op": "add", "value": {"array": digest}, "coefficient": 1.0, "ranges": [[3, 9]]}
-    engine.engine._shape_of(digest)  # the parent has seen it
+    engine.engine._checks.shape_of(digest)  # the parent has seen it
     (file,) = [path for path in (store.path / "arrays").rglob("*.h5") if path.stem.startswith(digest[:16])]
     content = file.read_bytes()
     file.unlink()

@@ -2,36 +2,38 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from lenspool import InvalidJob
+from lenspool.card import HookInfo
 from lenspool_cache import Run, Store
 from lenspool_worker.derived import DerivedHooks, Pattern
-from lenspool_worker.engine import CaptureGroup, Engine, EngineRequest
+from lenspool_worker.request_checks import RequestChecks
+from lenspool_worker.requests import CaptureGroup, EngineRequest
 
 HEADS, LENGTH = 32, 4096
 PATTERN = "blocks.0.attn.hook_pattern"
 
 
 @pytest.fixture
-def engine(tmp_path: Path) -> Engine:
-    """Not started: it knows what it serves, as after a start, and checks requests."""
-    engine = Engine("model", Store(tmp_path))
-    engine.info = {"vocab_size": 10, "max_model_len": 8192, "dtype": "float32"}
-    engine._sites = {PATTERN: {"dims": (HEADS, 0), "width": 0, "computed": True, "prefix": True, "editable": False}}
-    return engine
+def checks(tmp_path: Path) -> RequestChecks:
+    pattern = {"name": PATTERN, "dims": (HEADS, 0), "width": 0, "computed": True, "prefix": True, "editable": False}
+    hook = {field.name: pattern.get(field.name) for field in fields(HookInfo)} | pattern
+    info = {"vocab_size": 10, "max_model_len": 8192, "dtype": "float32"}
+    return RequestChecks([hook], info, Store(tmp_path), text=False)
 
 
 def request(rows: tuple[int, int]) -> EngineRequest:
     return EngineRequest("job", [1] * LENGTH, (CaptureGroup((PATTERN,), (rows,)),), [], None, Run({}))
 
 
-def test_a_pattern_that_is_too_large_is_refused_with_its_bytes(engine: Engine) -> None:
+def test_a_pattern_that_is_too_large_is_refused_with_its_bytes(checks: RequestChecks) -> None:
     with pytest.raises(InvalidJob, match=str(LENGTH * HEADS * LENGTH * 4)):
-        engine._check_request(request((0, LENGTH)))
-    engine._check_request(request((LENGTH - 16, LENGTH)))
+        checks.check(request((0, LENGTH)))
+    checks.check(request((LENGTH - 16, LENGTH)))
 
 
 def test_a_pattern_needs_all_earlier_keys() -> None:

@@ -5,83 +5,32 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from functools import lru_cache
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from lenspool import entries
-from lenspool.card import HookInfo
-from lenspool.edit_forms import array_of, check_array, check_edits
-from lenspool.errors import EngineFailed, InvalidJob, LenspoolError, UnknownHook
+from lenspool.errors import EngineFailed, LenspoolError
 from lenspool.hooks import template
 from lenspool.job import GENERATION
 from lenspool_cache import Run, Store
 from lenspool_cache import ranges as rg
-from lenspool_cache.codec import dtype_of
-from lenspool_cache.ranges import OpenRange
 from lenspool_worker.boot import booted
 from lenspool_worker.generation import GREEDY, Follower, generated, parameters
 from lenspool_worker.instrument import SPEC
 from lenspool_worker.parallel import joined
 from lenspool_worker.plugins import keep_out_taps
+from lenspool_worker.request_checks import RequestChecks
+from lenspool_worker.requests import CaptureGroup, EngineRequest, EngineResult, needs_tokens, wire
 from lenspool_worker.verdicts import Verdicts, gone, wanted
 
 log = logging.getLogger(__name__)
 
 _CHECK_TOKENS = 8
-_COMPUTED_BYTES = 2**30
 _SHUTDOWN_S = 20.0
 _TOLERANCE = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 5e-2}
 """Relative L2 error that a sum of two tensors of a dtype may have in the check at boot."""
-
-
-@dataclass(frozen=True)
-class CaptureGroup:
-    """Hooks that want rows at the same positions."""
-
-    hooks: tuple[str, ...]
-    ranges: tuple[OpenRange, ...]
-
-
-@dataclass(frozen=True)
-class EngineRequest:
-    """One job for the engine.
-
-    Attributes
-    ----------
-    sampling
-        None for a capture: the prompt is run and nothing more.
-    run
-        Under what the rows are stored.
-    fresh
-        Compute all of it, whatever vLLM's prefix cache has.
-    """
-
-    job_id: str
-    tokens: list[int]
-    captures: tuple[CaptureGroup, ...]
-    interventions: list[dict[str, Any]]
-    sampling: dict[str, Any] | None
-    run: Run
-    fresh: bool = False
-
-
-@dataclass(frozen=True)
-class EngineResult:
-    """What the engine did: generated tokens, their text, and the number of rows it stored."""
-
-    token_ids: list[int]
-    text: str | None
-    finish_reason: str | None
-    computed_rows: int
-    run_s: float
 
 
 class Engine:
@@ -114,9 +63,6 @@ class Engine:
         self._verdicts = Verdicts()
         self._numbers = itertools.count()
         self._epoch = 0
-        self._sites: dict[str, dict[str, Any]] = {}
-        self._infos: dict[str, HookInfo] = {}
-        self._shape_of = lru_cache(maxsize=4096)(self._shape)
         self.hooks: list[dict[str, Any]] = []
         self.refusals: dict[str, str] = {}
         self.info: dict[str, Any] = {}
@@ -162,9 +108,7 @@ class Engine:
 
     def _index(self) -> None:
         """Find hooks by their names."""
-        names = [field.name for field in fields(HookInfo)]
-        self._sites = {hook["name"]: hook for hook in self.hooks}
-        self._infos = {hook["name"]: HookInfo(**{name: hook[name] for name in names}) for hook in self.hooks}
+        self._checks = RequestChecks(self.hooks, self.info, self._store, text=self._text)
 
     async def _check(self, *, known: bool) -> None:
         """Run a few tokens over all hooks, and have the worker process look at the rows.
@@ -184,7 +128,7 @@ class Engine:
                 self.refusals.setdefault(template(name), f"in this model, whose family is not known, {text}")
             self.hooks = [hook for hook in self.hooks if template(hook["name"]) not in self.refusals]
             self._index()
-            problems = [] if any(name.endswith("hook_resid_post") for name in self._sites) else problems
+            problems = [] if any(name.endswith("hook_resid_post") for name in self._checks.sites) else problems
         if problems:
             raise EngineFailed("the check at boot failed: " + "; ".join(problems[:5]))
 
@@ -229,11 +173,11 @@ class Engine:
         EngineFailed
             Rows are missing, or the engine died (then `requeue` is set: another worker may run it).
         """
-        self._check_request(request)
+        self._checks.check(request)
         began = time.monotonic()
 
         several = self._verdicts.processes > 1
-        document: dict[str, Any] = {"op": "commit", "captures": _wire(request.captures), "run": request.run.document}
+        document: dict[str, Any] = {"op": "commit", "captures": wire(request.captures), "run": request.run.document}
 
         def commit(ended: Any) -> dict[str, Any]:
             output, sampling = ended.outputs[0], request.sampling
@@ -332,7 +276,7 @@ class Engine:
             (
                 0 if site["prefix"] else start
                 for group in request.captures
-                for site, ranges in (self._read(name, group) for name in group.hooks)
+                for site, ranges in (self._checks.read(name, group) for name in group.hooks)
                 for start, _ in ranges
             ),
             default=None,
@@ -348,103 +292,10 @@ class Engine:
                 SPEC: {
                     "tag": tag,
                     "first": first,
-                    "captures": _wire(request.captures),
+                    "captures": wire(request.captures),
                     "interventions": request.interventions,
                     "epoch": self._epoch,
-                    "tokens": request.tokens if _needs_tokens(request.captures) else [],
+                    "tokens": request.tokens if needs_tokens(request.captures) else [],
                 }
             },
         )
-
-    def _check_request(self, request: EngineRequest) -> None:
-        """Refuse what would fail inside vLLM's worker process.
-
-        Raises
-        ------
-        InvalidJob
-            Or a subclass.
-        """
-        vocabulary, longest = self.info["vocab_size"], self.info["max_model_len"]
-        length = len(request.tokens) + (request.sampling["max_tokens"] if request.sampling else 1)
-        if not request.tokens or length > longest:
-            raise InvalidJob("prompt", f"prompt and generation take {length} tokens", f"2..{longest}")
-        for token in request.tokens:
-            if not 0 <= token < vocabulary:
-                raise InvalidJob("prompt", f"token id {token} is outside the vocabulary", f"0..{vocabulary - 1}")
-        for group in request.captures:
-            for name in group.hooks:
-                self._read(name, group)
-            self._check_ranges(group.ranges, request, "captures.ranges")
-        self._check_computed(request)
-        limit = len(request.tokens) + (request.sampling["max_tokens"] - 1 if request.sampling else 0)
-        check_edits(request.interventions, self._infos, limit, generating=request.sampling is not None)
-        for i, document in enumerate(request.interventions):
-            self._check_array(document, f"interventions[{i}].value")
-        if request.sampling and request.sampling.get("stop") and not self._text:
-            raise InvalidJob("stop", "the model was served without a tokenizer", "no stop strings")
-
-    def _check_computed(self, request: EngineRequest) -> None:
-        """Bound the bytes of hooks that are computed when the job ends (attention patterns grow with the square)."""
-        length = len(request.tokens) + (request.sampling["max_tokens"] - 1 if request.sampling else 0)
-        size = 0
-        for group in request.captures:
-            for site, ranges in (self._read(name, group) for name in group.hooks):
-                if site["computed"]:
-                    rows = rg.count(rg.close(ranges, length))
-                    width = math.prod(length if dim == 0 else dim for dim in site["dims"])
-                    size += rows * width * dtype_of(self.info["dtype"]).itemsize
-        if size > _COMPUTED_BYTES:
-            raise InvalidJob(
-                "hooks",
-                f"attention patterns, scores and per-head results take {size} bytes",
-                f"at most {_COMPUTED_BYTES} in a job: ask for fewer layers or positions",
-            )
-
-    def _read(self, name: str, group: CaptureGroup) -> tuple[dict[str, Any], Sequence[OpenRange]]:
-        """The hook whose rows an entry is made of, and where."""
-        if not entries.is_readout(name):
-            return self._hook(name, "captures"), group.ranges
-        entry = entries.parse(name, "captures")
-        return self._hook(entry.hook, "captures"), entry.reads(group.ranges)
-
-    def _hook(self, name: str, field: str) -> dict[str, Any]:
-        try:
-            return self._sites[name]
-        except KeyError:
-            raise UnknownHook(name, field=field) from None
-
-    def _check_ranges(self, ranges: Sequence[Sequence[int | None]], request: EngineRequest, field: str) -> None:
-        limit = len(request.tokens) + (request.sampling["max_tokens"] - 1 if request.sampling else 0)
-        for start, stop in ranges:
-            closed = stop if stop is not None else (start or 0) + 1 if request.sampling else -1
-            if start is None or not 0 <= start < closed or (stop is not None and stop > limit):
-                raise InvalidJob(field, f"got [{start}, {stop}]", f"[start, stop) within 0..{limit}")
-
-    def _check_array(self, document: Mapping[str, Any], field: str) -> None:
-        digest = array_of(document)
-        if digest is None:
-            return
-        try:
-            shape = self._shape_of(digest)
-        except KeyError:
-            raise InvalidJob(field, f"the store does not have the array {digest[:16]}") from None
-        except ValueError as error:
-            raise InvalidJob(field, str(error), "finite float32 numbers") from None
-        check_array(document, self._infos[document["hook"]], shape, field)
-
-    def _shape(self, digest: str) -> tuple[int, ...]:
-        """Shape of an array whose numbers an edit can take."""
-        array = self._store.get_array(digest)
-        if array.dtype != np.float32 or not np.isfinite(array).all():
-            raise ValueError(f"is {array.dtype}, or holds NaN or Infinity")
-        return tuple(array.shape)
-
-
-def _wire(captures: Sequence[CaptureGroup]) -> list[Any]:
-    return [[list(group.hooks), [list(r) for r in group.ranges]] for group in captures]
-
-
-def _needs_tokens(captures: Sequence[CaptureGroup]) -> bool:
-    """Whether a readout is about the tokens themselves; they would travel once more."""
-    names = (name for group in captures for name in group.hooks if entries.is_readout(name))
-    return any(entries.parse(name).op == "loss" for name in names)

@@ -23,8 +23,9 @@ from lenspool_cache.codec import dtype_of
 from lenspool_cache.keys import array_digest
 from lenspool_cache.prefix import reach
 from lenspool_cache.ranges import OpenRange
-from lenspool_worker.engine import CaptureGroup, Engine, EngineRequest
+from lenspool_worker.engine import Engine
 from lenspool_worker.prefixes import Missing, Prefixes
+from lenspool_worker.requests import CaptureGroup, EngineRequest
 from lenspool_worker.room import Room
 from lenspool_worker.token_streams import TokenStreams
 
@@ -144,9 +145,8 @@ class JobRunner:
 
     def _size(self, request: EngineRequest) -> int:
         """Bytes that the worker process holds for a request, at most, until its rows are stored."""
-        length = len(request.tokens) + (request.sampling["max_tokens"] - 1 if request.sampling else 0)
         captures = [{"hooks": group.hooks, "ranges": group.ranges} for group in request.captures]
-        return sum(job_bytes(captures, self._card, length).values())
+        return sum(job_bytes(captures, self._card, request.length).values())
 
     def _answer(self, computed: int, reused: int, run_s: float, *, generated: bool) -> dict[str, Any]:
         self.rows["computed_rows"] += computed
