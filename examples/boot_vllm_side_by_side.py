@@ -130,9 +130,9 @@ def main() -> None:
     if options.side:
         prompts = np.random.default_rng(0).integers(100, 40000, (options.prompts, 64)).tolist()
         steps = run(options.side, options.model, prompts)
-        np.savez(
-            options.out, **{k: v for name, (s, array) in steps.items() for k, v in ((name, array), (f"{name}|s", s))}
-        )
+        arrays: dict[str, Any] = {name: array for name, (_, array) in steps.items()}
+        arrays |= {f"{name}|s": seconds for name, (seconds, _) in steps.items()}
+        np.savez(options.out, **arrays)
         return
     results = {side: measured(side, options.model, options.prompts) for side in SIDES}
     report(results)
@@ -156,7 +156,7 @@ def report(results: dict[str, Steps]) -> None:
 
 def apart_by(a: np.ndarray, b: np.ndarray) -> float:
     """Relative L2 distance."""
-    return float(np.linalg.norm(a.astype(float) - b) / max(np.linalg.norm(b.astype(float)), 1e-30))
+    return float(np.linalg.norm(a.astype(float) - b)) / max(float(np.linalg.norm(b.astype(float))), 1e-30)
 
 
 if __name__ == "__main__":

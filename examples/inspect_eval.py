@@ -83,7 +83,7 @@ async def main(client: Client) -> None:
     size = sum(array.nbytes for turn in rows for array in turn.numpy().values())
     print(f"{'':10} {size / 1e6:.0f} MB of activations, opened from the log; {rows[0]!r}")
 
-    right = np.array([bool(s.scores) and s.scores["includes"].value == "C" for s in log.samples])
+    right = np.array([(s.scores or {})["includes"].value == "C" for s in log.samples])
     last = np.stack([turn[HOOK][-1] for turn in rows])
     direction = array_ref(await client.put(last[~right].mean(axis=0) - last[right].mean(axis=0)))
     for dose in (4.0, 16.0):

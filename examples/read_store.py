@@ -59,18 +59,18 @@ def main(store: str, name: str, run: str) -> None:
     """Print the rows of a run, its own first, then what it lacks from runs that begin like it."""
     found = [(document, start, values) for document, other, start, values in entries(store) if other == name]
     keys = {hashlib.sha256(document).hexdigest(): document for document, _, _ in found}
-    run = json.loads(keys.get(run, run) if run in keys or run.startswith("{") else "null")
+    wanted: dict = json.loads(keys.get(run, run) if run in keys or run.startswith("{") else "{}")
     lends = "hook_" in name and not ("|mean(" in name or "|max(" in name or name.endswith(("pattern", "attn_scores")))
     have = set()
-    for own in (True, False) if run is not None else ():
-        for document, start, values in found:
-            document = json.loads(document)
-            if own and document == run:
+    for own in (True, False) if wanted else ():
+        for text, start, values in found:
+            document = json.loads(text)
+            if own and document == wanted:
                 stop = start + len(values)
             elif own or not lends:
                 continue
             else:
-                stop = alike(document, run) - ("|loss(" in name)
+                stop = alike(document, wanted) - ("|loss(" in name)
             new = [p for p in range(start, min(stop, start + len(values))) if p not in have]
             have.update(new)
             if new:  # one line for each record that has some; its positions are consecutive but for what is there
