@@ -41,7 +41,7 @@ lint: install
 
 # Two processes, a core each; tests of one engine stay together.
 test: lint consumers
-	OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(PY) -m pytest -n 2 --dist loadgroup
+	OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(PY) -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 
 # The queue's tests again, against Debian's redis-server.
 test-redis: install
