@@ -21,7 +21,7 @@ import torch
 
 from lenspool import readouts as ro
 from lenspool.access import RedisAccess, StoreAccess
-from lenspool.answer import _result
+from lenspool.answer import result_of
 from lenspool.card import ModelCard
 from lenspool.interventions import add
 from lenspool.job import Request, job_id, prepare
@@ -124,7 +124,7 @@ class Pool:
             job = await self.run(request, request.document(found.missing))
             found = await self.access.find(request, ran=True)
         assert found.complete, found.missing
-        return _result(request, Generation if request.sampling else Capture, found, None, job, 0.0)
+        return result_of(request, Generation if request.sampling else Capture, found, None, job, 0.0)
 
     async def run(self, request: Request, document: dict[str, Any]) -> dict[str, Any]:
         for digest, array in request.arrays.items():
