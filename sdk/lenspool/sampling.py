@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any, TypedDict, Unpack
@@ -15,6 +16,7 @@ MAX_LOGPROBS = 2**22
 """Numbers that the log-probabilities of one generation may have."""
 _LOGIT_BYTES = 2**30
 """Bytes of logits that vLLM may build at once for the log-probabilities of a prompt."""
+_SCHEMA_BYTES = 100_000
 
 
 class Sampling(TypedDict, total=False):
@@ -44,6 +46,9 @@ class Sampling(TypedDict, total=False):
         Default 1.
     logit_bias
         Token id -> what is added to its logit, -100 to 100.
+    json_schema
+        The text is JSON of this schema: tokens that would break it are not drawn, and `logprobs` are those among the
+        others. Default None.
     logprobs, prompt_logprobs
         Tell of each generated token, or of each prompt token but the first, its log-probability and those of the so
         many likeliest tokens in its place; 0 tells of the token alone. See `Logprobs`. Default None.
@@ -63,6 +68,7 @@ class Sampling(TypedDict, total=False):
     presence_penalty: float
     repetition_penalty: float
     logit_bias: Mapping[int, float] | Iterable[tuple[int, float]]
+    json_schema: Mapping[str, Any] | None
     logprobs: int | None
     prompt_logprobs: int | None
 
@@ -107,6 +113,7 @@ def sampling_document(**given: Unpack[Sampling]) -> dict[str, Any]:
         "frequency_penalty": check_real("frequency_penalty", given.get("frequency_penalty", 0.0), -2.0, 2.0),
         "presence_penalty": check_real("presence_penalty", given.get("presence_penalty", 0.0), -2.0, 2.0),
         "logit_bias": _biases(given.get("logit_bias", ())),
+        "json_schema": _schema(given.get("json_schema")),
     }
     document |= {name: value for name, value in more.items() if value}
     penalty = check_real("repetition_penalty", given.get("repetition_penalty", 1.0), 0.0, 10.0, above=True)
@@ -184,6 +191,23 @@ def _biases(biases: Any) -> list[list[Any]]:
     if len(found) != len(given):
         raise InvalidJob("logit_bias", "a token id stands there twice", "each once")
     return [[token, bias] for token, bias in sorted(found.items()) if bias]
+
+
+def _schema(schema: Any) -> dict[str, Any] | None:
+    """The same as plain JSON."""
+    allowed = f"a JSON schema: a non-empty object of at most {_SCHEMA_BYTES} bytes"
+    if schema is None:
+        return None
+    if not isinstance(schema, Mapping) or not schema:
+        raise InvalidJob("json_schema", f"got {type(schema).__name__}", allowed)
+    try:
+        text = json.dumps(dict(schema), allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidJob("json_schema", f"is not JSON: {error}", allowed) from None
+    if len(text) > _SCHEMA_BYTES:
+        raise InvalidJob("json_schema", f"has {len(text)} bytes", allowed)
+    plain: dict[str, Any] = json.loads(text)
+    return plain
 
 
 def _optional(field: str, value: Any, high: int | None) -> int | None:

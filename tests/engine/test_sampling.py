@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from lenspool.access import parse_generation
+from lenspool.errors import InvalidJob
 from lenspool.job import GENERATION
 from lenspool.logprobs import Logprobs
 from lenspool_cache import Store
@@ -203,3 +205,35 @@ async def test_row_p_predicts_token_p_plus_1(engine: Asker, oracle: Oracle, prom
     assert len(rows[LOGITS]) == len(whole) - 1
     assert rows[LOGITS].argmax(axis=1)[len(prompt) - 1 :].tolist() == result.token_ids
     assert relative(rows[LOGITS], oracle.run(whole[:-1])[LOGITS]) <= 1e-5
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Paris", "Rome"]}, "large": {"type": "boolean"}},
+    "required": ["city", "large"],
+    "additionalProperties": False,
+}
+
+
+async def test_text_is_json_of_a_schema(engine: Asker, oracle: Oracle, prompts: Prompts) -> None:
+    """Beside others that want none; logits are the model's own, log-probabilities those among the tokens that fit."""
+    told, free = prompts([12, 14])
+    alone = await asked(engine, free, 20)
+    options = {"json_schema": SCHEMA, "logprobs": 0, "ignore_eos": False}
+    request = engine.request(told, [LOGITS], generate=40, **options)
+    _, beside = await asyncio.gather(engine.engine.run(request), asked(engine, free, 20, [HOOK]))
+    segments = engine.store.lookup(request.run, [GENERATION])[GENERATION]
+    made = parse_generation(engine.store.read(segments[0]))
+    found = json.loads(made["text"])
+    assert set(found) == {"city", "large"} and found["city"] in ("Paris", "Rome") and found["large"] in (True, False)
+    assert made["finish_reason"] == "stop" and beside["token_ids"] == alone["token_ids"]
+    whole = [*told, *made["token_ids"]]
+    expected = oracle.run(whole[:-1])[LOGITS]
+    assert relative(engine.rows(request, len(whole) - 1)[LOGITS], expected) <= 1e-5
+    logprobs = Logprobs.from_document(made["logprobs"])
+    assert (logprobs.ranks == 1).all(), "greedy, among those that fit"
+    alike = torch.log_softmax(torch.from_numpy(expected[len(told) - 1 :]).double(), dim=-1).numpy()
+    gained = logprobs.logprobs - alike[np.arange(len(alike)), made["token_ids"]]
+    assert gained.min() >= -TOLERANCE and gained.max() > 0.1, "others are ruled out"
+    with pytest.raises(InvalidJob, match="json_schema"):
+        await asked(engine, told, 5, json_schema={"type": "no such type"})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -23,12 +24,14 @@ from inspect_ai.model import (
     Model,
     ModelCall,
     ModelOutput,
+    ResponseSchema,
     StreamEvent,
     get_model,
 )
 from inspect_ai.scorer import includes
 from inspect_ai.solver import Solver, generate, user_message
 from inspect_ai.tool import ToolCall, ToolInfo, ToolParam, ToolParams
+from inspect_ai.util import JSONSchema
 
 from lenspool import CacheError, Client, add
 from lenspool.integrations import wire
@@ -155,6 +158,13 @@ async def test_stop_sequences_stop_and_are_not_in_the_text(client: Client) -> No
     assert "France" in full.completion and full.completion.startswith(cut.completion) and "France" not in cut.completion
     assert cut.stop_reason == "stop" and cut.usage is not None and full.usage is not None
     assert cut.usage.output_tokens < full.usage.output_tokens
+
+
+async def test_an_answer_keeps_to_its_schema(client: Client) -> None:
+    schema = ResponseSchema(name="n", json_schema=JSONSchema(type="object", properties={"n": JSONSchema(enum=[3, 7])}))
+    config = GenerateConfig(max_tokens=30, temperature=0, response_schema=schema)
+    output = await model_of(client).generate("Tell me a number.", config=config)
+    assert json.loads(output.completion) in ({"n": 3}, {"n": 7}, {})
 
 
 async def test_samples_choices_and_seeds(client: Client) -> None:

@@ -24,9 +24,11 @@ from inspect_ai.model import (
     ContentText,
     GenerateConfig,
     ModelOutput,
+    ResponseSchema,
     get_model,
 )
 from inspect_ai.tool import ToolCall, ToolCallError, ToolInfo, ToolParam, ToolParams
+from inspect_ai.util import JSONSchema
 
 from lenspool import (
     ArrayRef,
@@ -106,8 +108,7 @@ def test_no_field_of_the_config_is_dropped_silently(caplog: pytest.LogCaptureFix
         for _ in range(2):
             settings.sampling_of(GenerateConfig(**hints), {}, 10)  # type: ignore[arg-type]
     assert sorted(record.args[0] for record in caplog.records) == sorted(hints)  # type: ignore[index]
-    schema = {"name": "x", "json_schema": {"type": "object"}}
-    for name, value in {"best_of": 3, "response_schema": schema, "modalities": ["image"]}.items():
+    for name, value in {"best_of": 3, "modalities": ["image"]}.items():
         with pytest.raises(InvalidJob, match=name):
             settings.sampling_of(GenerateConfig(**{name: value}), {}, 10)  # type: ignore[arg-type]
 
@@ -125,6 +126,7 @@ async def test_everything_that_vllm_samples_by_reaches_the_job() -> None:
         presence_penalty=0.2,
         logit_bias={5: 1.5},
         num_choices=2,
+        response_schema=ResponseSchema(name="n", json_schema=JSONSchema(type="integer")),
         extra_body={
             "min_p": 0.1,
             "repetition_penalty": 1.1,
@@ -145,6 +147,7 @@ async def test_everything_that_vllm_samples_by_reaches_the_job() -> None:
         "frequency_penalty": 0.1,
         "presence_penalty": 0.2,
         "logit_bias": [[5, 1.5]],
+        "json_schema": {"type": "integer"},
         "min_p": 0.1,
         "repetition_penalty": 1.1,
         "stop_token_ids": [9],

@@ -32,6 +32,7 @@ EVERYTHING: dict[str, Any] = {
     "presence_penalty": -0.5,
     "repetition_penalty": 1.25,
     "logit_bias": {5: -100, 2: 1.5},
+    "json_schema": {"type": "object"},
     "logprobs": 5,
     "prompt_logprobs": 0,
 }
@@ -118,6 +119,9 @@ def test_spellings_of_the_same_are_the_same() -> None:
         ("logit_bias", [(1, 1.0), (1, 2.0)]),
         ("logit_bias", 3),
         ("logit_bias", [1, 2]),
+        ("json_schema", {}),
+        ("json_schema", "object"),
+        ("json_schema", {"enum": [math.nan]}),
         ("logprobs", -1),
         ("logprobs", True),
         ("prompt_logprobs", 1.5),

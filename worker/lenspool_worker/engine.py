@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lenspool.errors import EngineFailed, LenspoolError
+from lenspool.errors import EngineFailed, InvalidJob, LenspoolError
 from lenspool.hooks import template
 from lenspool.job import GENERATION
 from lenspool_cache import Run, Store
@@ -211,6 +211,7 @@ class Engine:
         """Run a request in vLLM, then send the verdict on its output; on any other way out its rows are dropped."""
         if not self.alive:
             raise gone()
+        from vllm.exceptions import VLLMClientError
         from vllm.inputs.engine import tokens_input
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
@@ -241,7 +242,9 @@ class Engine:
             if decided and request.interventions:
                 self._epoch += 1  # what the run has left in the prefix cache is not what its edits would have made
             raise
-        except (EngineGenerateError, ValueError) as error:
+        except (EngineGenerateError, VLLMClientError, ValueError) as error:
+            if request.sampling and "json_schema" in request.sampling and isinstance(error, VLLMClientError):
+                raise InvalidJob("json_schema", str(error), "a schema that the engine's grammar knows") from None
             raise EngineFailed(f"vLLM refused the request: {error}") from error
         finally:
             if follower is not None:

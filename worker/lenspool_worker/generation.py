@@ -43,10 +43,14 @@ class Follower:
 
 def parameters(sampling: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of vLLM's `SamplingParams` for a canonical sampling document."""
-    given = {name: value for name, value in sampling.items() if name != "logit_bias"}
+    from vllm.sampling_params import StructuredOutputsParams
+
+    given = {name: value for name, value in sampling.items() if name not in ("logit_bias", "json_schema")}
     biases = dict(sampling.get("logit_bias", ()))
+    schema = sampling.get("json_schema")
     return {
         **given,
+        "structured_outputs": None if schema is None else StructuredOutputsParams(json=dict(schema)),
         "stop": sampling.get("stop") or None,
         "logit_bias": biases or None,
         "flat_logprobs": True,

@@ -73,8 +73,9 @@ class RequestChecks:
         check_edits(request.interventions, self._infos, request.length, generating=request.sampling is not None)
         for i, document in enumerate(request.interventions):
             self._check_array(document, f"interventions[{i}].value")
-        if request.sampling and request.sampling.get("stop") and not self._text:
-            raise InvalidJob("stop", "the model was served without a tokenizer", "no stop strings")
+        for field, others in (("stop", "no stop strings"), ("json_schema", "no schema")):
+            if request.sampling and request.sampling.get(field) and not self._text:
+                raise InvalidJob(field, "the model was served without a tokenizer", others)
 
     def _check_computed(self, request: EngineRequest) -> None:
         """Bound the bytes of hooks that are computed when the job ends (attention patterns grow with the square)."""

@@ -77,8 +77,9 @@ class Requesting(Connection):
     ) -> tuple[Desk, Request]:
         """Check a call's arguments, and ask the pool for what they stand for."""
         card, desk = await self._connect()
-        if sampling is not None and sampling["stop"] and desk.tokenizer is None:
-            raise InvalidJob("stop", f"{card.name} was served without a tokenizer", "no stop strings")
+        for field, others in (("stop", "no stop strings"), ("json_schema", "no schema")):
+            if sampling is not None and sampling.get(field) and desk.tokenizer is None:
+                raise InvalidJob(field, f"{card.name} was served without a tokenizer", others)
         tokens = tokenize(card, desk.tokenizer, prompt)
         positions, items = located(
             options.get("positions", "all"), options.get("interventions", ()), tokens, desk.tokenizer

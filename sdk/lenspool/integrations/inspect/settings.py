@@ -31,7 +31,7 @@ SERVED: dict[str, str] = {
     "prompt_logprobs": "prompt_logprobs",
 }
 """Field -> argument of `lenspool.sampling.Sampling`; besides `max_tokens`, `num_choices`, `logprobs`, `top_logprobs`,
-`extra_body`.
+`response_schema`, `extra_body`.
 """
 
 EXTRAS = ("min_tokens", "min_p", "repetition_penalty", "stop_token_ids", "ignore_eos")
@@ -39,7 +39,6 @@ EXTRAS = ("min_tokens", "min_p", "repetition_penalty", "stop_token_ids", "ignore
 
 REFUSED: dict[str, Callable[[Any], bool]] = {
     "best_of": lambda value: value > 1,
-    "response_schema": lambda value: True,
     "modalities": lambda value: bool(value),
 }
 """Fields whose loss would change what an answer means -> whether a value asks for that."""
@@ -60,7 +59,7 @@ INSPECTS_OWN = {
 }
 """Fields that inspect itself acts on, before or after a provider is asked."""
 
-_MORE = {"max_tokens", "num_choices", "logprobs", "top_logprobs", "extra_body"}
+_MORE = {"max_tokens", "num_choices", "logprobs", "top_logprobs", "response_schema", "extra_body"}
 _warned: set[str] = set()
 
 
@@ -96,6 +95,8 @@ def sampling_of(config: GenerateConfig, extras: Mapping[str, Any], room: int) ->
     given["max_tokens"] = min(wanted_tokens(config), room)
     if config.logprobs or config.top_logprobs:
         given["logprobs"] = config.top_logprobs or 0
+    if config.response_schema is not None:
+        given["json_schema"] = config.response_schema.json_schema.model_dump(exclude_none=True)
     if given["temperature"] and "seed" not in given:
         given["seed"] = secrets.randbits(62)
     return given
