@@ -231,8 +231,8 @@ def test_worker_refuses_what_a_stranger_wrote(card: ModelCard) -> None:
 
 def test_errors_survive_the_wire() -> None:
     def all_errors(cls: type[LenspoolError]) -> set[type[LenspoolError]]:
-        """The error tree that users see; tests and workers may derive their own from it."""
-        ours = {sub for sub in cls.__subclasses__() if sub.__module__.split(".")[0] in ("lenspool", "lenspool_cache")}
+        """The error tree that users see; tests, and integrations on the client, derive their own from it."""
+        ours = {sub for sub in cls.__subclasses__() if sub.__module__ in ("lenspool.errors", "lenspool_cache.errors")}
         return {cls}.union(*(all_errors(sub) for sub in ours))
 
     import lenspool.errors as errors
