@@ -12,7 +12,7 @@ DEVICE ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
 export HF_HUB_OFFLINE ?= 1
 export VLLM_NO_USAGE_STATS ?= 1
 
-.PHONY: install demo test test-redis chaos parity lint format bench bench-queue bench-store consumers dataset-proof dataset-memory eval-inspect bench-prefix clean
+.PHONY: install demo test test-redis chaos oracle parity lint format bench bench-queue bench-store consumers dataset-proof dataset-memory eval-inspect bench-prefix clean
 
 install: $(STAMP)
 
@@ -50,6 +50,14 @@ test-redis: install
 # Real workers under load while they, their engines, clients and the server are killed and suspended (some ten minutes).
 chaos: install
 	$(PY) -m tests.chaos --report docs/reliability.md
+
+# TransformerLens's own numbers, in an environment of its own, into tests/integrations/golden.json.
+ORACLE := .venv-oracle
+oracle: install
+	python3 -m venv $(ORACLE)
+	$(ORACLE)/bin/pip install --quiet '$(TORCH)' || $(ORACLE)/bin/pip install --quiet '$(TORCH)' --index-url $(TORCH_INDEX)
+	$(ORACLE)/bin/pip install --quiet transformer-lens==4.3.0
+	$(ORACLE)/bin/python tests/integrations/golden.py "$$($(PY) -m lenspool_worker demo-model | tail -1)" tests/integrations/golden.json
 
 bench: install
 	$(PY) benchmarks/capture.py
@@ -92,4 +100,4 @@ format: install
 	$(PY) -m ruff format .
 
 clean:
-	rm -rf $(VENV) .demo build dist .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(ORACLE) .demo build dist .mypy_cache .pytest_cache .ruff_cache

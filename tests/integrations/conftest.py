@@ -12,11 +12,11 @@ import torch
 
 from lenspool import Client
 from lenspool.integrations.transformer_lens import PoolBridge, boot_pool
+from tests.integrations import golden
 
 os.environ.setdefault("WANDB_MODE", "disabled")
 
-TOKENS = torch.tensor([[1, 504, 3575, 282, 4649, 314]])
-"""The capital of France is"""
+TOKENS = torch.tensor([golden.TOKENS])
 
 
 @pytest.fixture(scope="session")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from lenspool.integrations.transformer_lens import PoolBridge
+from tests.integrations import golden
 from tests.integrations.conftest import TOKENS, far
 
 BAND = 1e-5
@@ -40,6 +43,25 @@ def test_every_hook_equals_transformerlens(caches: Any, bridge: PoolBridge) -> N
     assert served <= set(ours.keys()) <= set(theirs.keys())
     worst = max((far(ours[name], theirs[name]), name) for name in ours)
     assert worst[0] <= BAND, worst
+
+
+def test_golden_numbers(caches: Any, bridge: PoolBridge) -> None:
+    """Of TransformerLens in an environment of its own, with other versions of what it stands on (`make oracle`)."""
+    document = json.loads((Path(__file__).parent / "golden.json").read_text())
+    assert document["tokens"] == golden.TOKENS
+    (logits, cache), _ = caches
+    assert int(logits[0, -1].argmax()) == document["argmax"]
+    served = {name: numbers for name, numbers in document["hooks"].items() if name in cache.keys()}  # noqa: SIM118
+    assert len(served) > 90
+    pairs = [(name, cache[name], numbers) for name, numbers in served.items()] + [
+        ("logits", logits, document["logits"])
+    ]
+    specs = {"suppress": {}, "scale": {"factor": 2.0}, "add": {"value": 1.5}, "set": {"value": 1.5}}
+    for op, numbers in document["edits"].items():
+        pairs.append((op, bridge(TOKENS, intervene={golden.EDITED: {"op": op, **specs[op]}}), numbers))
+    for name, got, (norm, signed) in pairs:
+        ours = golden.summary(got)
+        assert abs(ours[0] - norm) <= BAND * norm and abs(ours[1] - signed) <= BAND * norm, name
 
 
 def test_what_only_torch_fires_is_said_to_be_absent(caches: Any, bridge: PoolBridge) -> None:
