@@ -1,95 +1,37 @@
-"""Libraries that only some results need, imported when they are: each is an extra of the package."""
+"""Libraries that only some results need, imported when they are: each belongs to an extra of the package."""
 
 from __future__ import annotations
 
 import importlib
 from typing import Any
 
-
-def pyplot() -> Any:
-    """Pyplot of matplotlib, for pictures.
-
-    Raises
-    ------
-    ImportError
-        It is not installed; names the extra.
-    """
-    return _needed("matplotlib.pyplot", "plots need matplotlib", "plot")
-
-
-def xarray() -> Any:
-    """The module xarray, for labelled arrays.
-
-    Raises
-    ------
-    ImportError
-        It is not installed; names the extra.
-    """
-    return _needed("xarray", "labelled arrays need xarray", "xarray")
+_EXTRAS = {
+    "matplotlib.pyplot": ("plots need matplotlib", "plot"),
+    "xarray": ("labelled arrays need xarray", "xarray"),
+    "transformer_lens.model_bridge": ("the bridge needs TransformerLens 4.3", "transformer-lens"),
+    "pyarrow.parquet": ("Parquet files need pyarrow", "data"),
+    "datasets": ("this export needs datasets", "data"),
+    "safetensors.numpy": (".safetensors files need it", "safetensors"),
+    "zarr": ("this export needs zarr", "data"),
+}
+"""Module -> why it is wanted, and the extra that brings it."""
 
 
-def transformer_lens() -> Any:
-    """TransformerLens's bridges.
+def needed(module: str) -> Any:
+    """One of these modules.
 
     Raises
     ------
     ImportError
         It is not installed; names the extra.
     """
-    return _needed("transformer_lens.model_bridge", "the bridge needs TransformerLens 4.3", "transformer-lens")
-
-
-def parquet() -> Any:
-    """The module `pyarrow.parquet`.
-
-    Raises
-    ------
-    ImportError
-        It is not installed; names the extra.
-    """
-    return _needed("pyarrow.parquet", "Parquet files need pyarrow", "data")
-
-
-def hugging_face_datasets() -> Any:
-    """The module `datasets`.
-
-    Raises
-    ------
-    ImportError
-        It is not installed; names the extra.
-    """
-    return _needed("datasets", "this export needs datasets", "data")
-
-
-def safetensors() -> Any:
-    """The module `safetensors.numpy`.
-
-    Raises
-    ------
-    ImportError
-        It is not installed; names the extra.
-    """
-    return _needed("safetensors.numpy", ".safetensors files need it", "safetensors")
-
-
-def zarr() -> Any:
-    """The module `zarr`.
-
-    Raises
-    ------
-    ImportError
-        It is not installed; names the extra.
-    """
-    return _needed("zarr", "this export needs zarr", "data")
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        why, extra = _EXTRAS[module]
+        raise ImportError(f"{why}: pip install 'lenspool[{extra}]'") from error
 
 
 def literal(text: str) -> str:
     """Text that matplotlib does not take for mathematics."""
     return text.replace("$", r"\$")
-
-
-def _needed(module: str, need: str, extra: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise ImportError(f"{need}: pip install 'lenspool[{extra}]'") from error

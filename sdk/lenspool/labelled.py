@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lenspool.errors import InvalidJob
-from lenspool.extras import xarray
+from lenspool.extras import needed
 from lenspool.layout import layout, parts
 from lenspool.readouts import Readout
 
@@ -41,7 +41,7 @@ def dataset(capture: Capture) -> Any:
             sizes.setdefault(dim, set()).add(size)
     for part, array in arrays.items():
         arrays[part] = array.rename({d: f"{d}_{size}" for d, size in array.sizes.items() if len(sizes[d]) > 1})
-    return xarray().Dataset(arrays, attrs={"model": capture.card.id})
+    return needed("xarray").Dataset(arrays, attrs={"model": capture.card.id})
 
 
 def _arrays(capture: Capture) -> Iterator[tuple[str, str, np.ndarray]]:
@@ -60,7 +60,7 @@ def _labelled(capture: Capture, name: str, values: np.ndarray, positions: np.nda
         coordinates = _tokens(capture, "token", "", positions)
     if "key" in dims:
         coordinates |= _tokens(capture, "key", "key_", np.arange(values.shape[dims.index("key")]))
-    array = xarray().DataArray(
+    array = needed("xarray").DataArray(
         values, dims=dims, coords=coordinates, name=name, attrs={"model": capture.card.id, "hook": name}
     )
     for index in ("position", "key_position"):

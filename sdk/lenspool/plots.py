@@ -10,7 +10,7 @@ import numpy as np
 from lenspool import entries
 from lenspool import hooks as hk
 from lenspool.errors import InvalidJob
-from lenspool.extras import literal, pyplot
+from lenspool.extras import literal, needed
 from lenspool.layout import label, layout, per_position, with_rows
 
 if TYPE_CHECKING:
@@ -111,4 +111,6 @@ def _axes(ax: Any, shape: Sequence[int], *, wide: bool = False) -> Any:
     if ax is not None:
         return ax
     width = min(max(3.5 + (0.7 if wide else 0.3) * shape[1], 4.5), 40)
-    return pyplot().subplots(figsize=(width, min(max(2 + 0.2 * shape[0], 3), 30)), layout="constrained")[1]
+    return needed("matplotlib.pyplot").subplots(
+        figsize=(width, min(max(2 + 0.2 * shape[0], 3), 30)), layout="constrained"
+    )[1]

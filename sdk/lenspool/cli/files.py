@@ -11,7 +11,7 @@ import h5py
 import numpy as np
 
 from lenspool.errors import InvalidJob
-from lenspool.extras import safetensors
+from lenspool.extras import needed
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -65,7 +65,9 @@ def _hdf5(path: Path, arrays: Arrays, about: str) -> None:
 
 
 def _safetensors(path: Path, arrays: Arrays, about: str) -> None:
-    safetensors().save_file({name: np.ascontiguousarray(a) for name, a in arrays.items()}, path, {"about": about})
+    needed("safetensors.numpy").save_file(
+        {name: np.ascontiguousarray(a) for name, a in arrays.items()}, path, {"about": about}
+    )
 
 
 def _readable(array: np.ndarray) -> np.ndarray:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lenspool.errors import InvalidJob
-from lenspool.extras import parquet
+from lenspool.extras import needed
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,8 @@ class Source:
     def size(self) -> int | None:
         """How many rows there are, where that is known without reading them."""
         if isinstance(self._rows, Path):
-            return parquet().ParquetFile(self._rows).metadata.num_rows if self._rows.suffix == ".parquet" else None
+            parquet = self._rows.suffix == ".parquet"
+            return needed("pyarrow.parquet").ParquetFile(self._rows).metadata.num_rows if parquet else None
         return len(self._rows) if isinstance(self._rows, Sized) else None
 
     def chunks(self, size: int) -> Iterator[list[SourceRow]]:
@@ -147,7 +148,7 @@ def _comma_separated(path: Path) -> Iterator[Any]:
 
 
 def _parquet(path: Path) -> Iterator[Any]:
-    for batch in parquet().ParquetFile(path).iter_batches(batch_size=256):
+    for batch in needed("pyarrow.parquet").ParquetFile(path).iter_batches(batch_size=256):
         yield from batch.to_pylist()
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from lenspool.datasets.manifest import Dataset
 from lenspool.datasets.mapped import plain_dtype
 from lenspool.errors import InvalidJob
-from lenspool.extras import safetensors, zarr
+from lenspool.extras import needed
 from lenspool.readouts import Readout
 
 Hooks = str | Readout | Sequence[str | Readout] | None
@@ -81,7 +81,7 @@ def save_safetensors(
             "starts": starts,
         }
         metadata = {"model": dataset.card.id, "dataset": dataset.hash, "first_sequence": str(first)}
-        safetensors().save_file(arrays, target / f"rows-{files:05d}.safetensors", metadata)
+        needed("safetensors.numpy").save_file(arrays, target / f"rows-{files:05d}.safetensors", metadata)
         files, tokens, first = files + 1, tokens + int(starts[-1]), stop
     return {"files": files, "sequences": len(dataset), "tokens": tokens}
 
@@ -106,7 +106,7 @@ def save_zarr(
         `sequences` and `tokens`.
     """
     names = _columns(dataset, hooks)
-    group = zarr().open_group(str(folder), mode="w-")
+    group = needed("zarr").open_group(str(folder), mode="w-")
     lengths = [len(dataset.positions(i)) for i in range(len(dataset))]
     starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     tokens = int(starts[-1])

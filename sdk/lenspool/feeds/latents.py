@@ -12,7 +12,7 @@ import numpy as np
 from lenspool import entries
 from lenspool.datasets.manifest import Dataset
 from lenspool.errors import InvalidJob
-from lenspool.extras import safetensors
+from lenspool.extras import needed
 from lenspool.readouts import Features, Readout
 
 _SMALLEST = 1e-5
@@ -72,7 +72,7 @@ def save_latents(
             count += _spill(dataset[number][name], context, bounds, spills)
         for first, stop, (places, values) in zip(bounds, bounds[1:], spills, strict=False):
             arrays = {**_split(places, values, first), "tokens": tokens}
-            safetensors().save_file(arrays, target / f"{first}_{stop - 1}.safetensors")
+            needed("safetensors.numpy").save_file(arrays, target / f"{first}_{stop - 1}.safetensors")
     config = {
         "dataset_repo": f"lenspool:{dataset.name}",
         "dataset_split": "",

@@ -14,7 +14,7 @@ import numpy as np
 from lenspool.datasets.manifest import Dataset
 from lenspool.datasets.mapped import plain_dtype
 from lenspool.errors import InvalidJob
-from lenspool.extras import hugging_face_datasets
+from lenspool.extras import needed
 from lenspool.feeds.contexts import Contexts, context_of
 from lenspool.readouts import Readout, sae
 
@@ -54,7 +54,7 @@ def save_sae_lens(
     name, target, length = dataset.column(hook), Path(folder), context_of(dataset, context)
     if target.exists() and any(target.iterdir()):
         raise InvalidJob("folder", f"{target} is not empty", "a new folder")
-    hf = hugging_face_datasets()
+    hf = needed("datasets")
     chosen, width = plain_dtype(dataset.dtype(name), dtype), dataset.width(name)
     features = hf.Features(
         {name: hf.Array2D((length, width), chosen.name), "token_ids": hf.Sequence(hf.Value("int32"), length=length)}

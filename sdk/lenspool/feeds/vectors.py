@@ -12,7 +12,7 @@ import numpy as np
 from lenspool.datasets.manifest import Dataset
 from lenspool.datasets.mapped import plain_dtype
 from lenspool.errors import InvalidJob
-from lenspool.extras import parquet
+from lenspool.extras import needed
 from lenspool.readouts import Readout
 
 _POOLS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
@@ -56,7 +56,7 @@ def save_parquet(
     names = [dataset.column(hook) for hook in asked]
     for name in names:
         plain_dtype(dataset.dtype(name))
-    pq, writer = parquet(), None
+    pq, writer = needed("pyarrow.parquet"), None
     import pyarrow as pa
 
     vectors = [pa.field(name, pa.list_(pa.float32(), dataset.width(name))) for name in names]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lenspool.extras import literal, pyplot
+from lenspool.extras import literal, needed
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -60,8 +60,8 @@ class HeatMap:
         """
         rows, columns = self.axes.values()
         if ax is None:
-            size = (2.5 + 0.35 * len(columns), 1.5 + 0.2 * len(rows))
-            ax = pyplot().subplots(figsize=(max(size[0], 4), max(size[1], 3)), layout="constrained")[1]
+            size = (max(2.5 + 0.35 * len(columns), 4), max(1.5 + 0.2 * len(rows), 3))
+            ax = needed("matplotlib.pyplot").subplots(figsize=size, layout="constrained")[1]
         known = np.abs(self.values[np.isfinite(self.values)])
         bound = float(known.max()) if known.size and known.max() > 0 else 1.0
         image = ax.imshow(self.values, cmap="RdBu", vmin=-bound, vmax=bound, aspect="auto", interpolation="nearest")

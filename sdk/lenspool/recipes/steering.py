@@ -10,7 +10,7 @@ import numpy as np
 
 from lenspool import hooks as hk
 from lenspool.errors import InvalidJob
-from lenspool.extras import pyplot
+from lenspool.extras import needed
 from lenspool.interventions import Intervention, Where, steer
 from lenspool.readouts import reduce
 from lenspool.recipes.runs import CONCURRENCY
@@ -77,7 +77,7 @@ class SteeringVector:
             matplotlib is not installed.
         """
         if ax is None:
-            ax = pyplot().subplots(figsize=(6, 2.2), layout="constrained")[1]
+            ax = needed("matplotlib.pyplot").subplots(figsize=(6, 2.2), layout="constrained")[1]
         for height, (values, colour) in enumerate(zip(self.projections(), ("tab:blue", "tab:red"), strict=True)):
             ax.scatter(values, np.full(len(values), 1 - height), color=colour, alpha=0.7)
         ax.set_yticks([1, 0], ["positives", "negatives"])

@@ -27,7 +27,7 @@ def boot_pool(model_name: str, client: Any = None, **options: Any) -> PoolBridge
     ImportError
         TransformerLens is not installed; names the extra.
     """
-    extras.transformer_lens()
+    extras.needed("transformer_lens.model_bridge")
     from lenspool.integrations.transformer_lens.boot import boot
 
     return boot(model_name, client, **options)
@@ -35,7 +35,7 @@ def boot_pool(model_name: str, client: Any = None, **options: Any) -> PoolBridge
 
 def __getattr__(name: str) -> Any:
     if name == "PoolBridge":
-        extras.transformer_lens()
+        extras.needed("transformer_lens.model_bridge")
         from lenspool.integrations.transformer_lens.bridge import PoolBridge
 
         return PoolBridge
