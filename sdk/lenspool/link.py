@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import itertools
 import json
 import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import redis.asyncio
@@ -19,8 +20,8 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
 from lenspool import keys, scripts
-from lenspool.errors import LenspoolError, PoolUnavailable, QueueFull
-from lenspool.submission import Submissions, result_of
+from lenspool.errors import LenspoolError, PoolUnavailable
+from lenspool.submission import Submission, Submissions, refuse, result_of
 from lenspool.ticket import Flight
 
 log = logging.getLogger(__name__)
@@ -48,6 +49,19 @@ class _Call:
     flight: Flight
     sent: asyncio.Future[None]
     fresh: bool = False
+
+
+def _group(call: _Call) -> object:
+    """What neighbours share that leave in one call of a script."""
+    flight = call.flight
+    terms = replace(flight.terms, trace="") if flight.terms.trace else flight.terms
+    return ("submit", flight.card_id, terms) if call.kind == "submit" else ("cancel", id(call))
+
+
+def _submission(call: _Call) -> Submission:
+    flight = call.flight
+    flight.sent, call.fresh = True, flight.fresh
+    return Submission(flight.id, flight.document, flight.fresh, flight.terms.trace)
 
 
 class Link:
@@ -177,9 +191,13 @@ class Link:
         flight = call.flight
         if isinstance(reply, Exception):
             self._fail([flight], PoolUnavailable(f"Redis refuses the job: {reply}"))
-        elif reply[0] == b"full":
-            self._fail([flight], QueueFull(reply[1], reply[2].decode(), job_id=flight.id))
-        elif reply[0] != b"hit":
+            return
+        try:
+            refuse(reply, flight.id)
+        except LenspoolError as error:
+            self._fail([flight], error)
+            return
+        if reply[0] != b"hit":
             flight.fresh, flight.placed = False, True
         elif flight.fresh and not call.fresh:  # somebody joined meanwhile who has no use for the old result
             self.send("submit", flight)
@@ -188,18 +206,18 @@ class Link:
             self._ended(flight.id, "finished", result_of(flight.id, reply[1])[0], "")
 
     async def _execute(self, batch: list[_Call]) -> list[Any]:
-        """One pipeline; its replies, where a command that Redis refused has its error."""
+        """One pipeline; the reply to each call, where what Redis refused has its error."""
         async with self.redis.pipeline(transaction=False) as pipeline:
-            for call in batch:
-                flight = call.flight
-                if call.kind == "submit":
-                    flight.sent, call.fresh = True, flight.fresh
+            groups = [list(group) for _, group in itertools.groupby(batch, _group)]
+            for group in groups:
+                kind, flight = group[0].kind, group[0].flight
+                if kind == "submit":
                     touched, arguments = self._submissions.submit(
-                        flight.id, flight.card_id, flight.document, flight.terms, fresh=flight.fresh
+                        flight.card_id, flight.terms, [_submission(call) for call in group]
                     )
                 else:
                     touched, arguments = self._submissions.cancel(flight.id, flight.card_id)
-                pipeline.evalsha(_SHA[call.kind], len(touched), *touched, *arguments)
+                pipeline.evalsha(_SHA[kind], len(touched), *touched, *arguments)
             for attempt in range(2):
                 commands = list(pipeline.command_stack)
                 async with asyncio.timeout(_IO_S):
@@ -213,7 +231,11 @@ class Link:
                 pipeline.command_stack = commands
         if lost := next((r for r in replies if isinstance(r, redis.exceptions.ConnectionError)), None):
             raise lost  # it is loading its data, or the connection broke between two replies
-        return replies
+        return [
+            each
+            for group, reply in zip(groups, replies, strict=True)
+            for each in (reply if isinstance(reply, list) else [reply] * len(group))
+        ]
 
     # -- listening
 

@@ -11,11 +11,21 @@ from typing import Any, TypeVar
 import redis.exceptions
 
 from lenspool import keys, scripts
-from lenspool.errors import LenspoolError, PoolUnavailable, QueueFull
+from lenspool.errors import LenspoolError, PoolUnavailable
 from lenspool.link import NO_ANSWER
 from lenspool.queue import JobQueue
 from lenspool.rq_json import StrictJSON
-from lenspool.submission import JOB_PREFIX, QUEUE_PREFIX, RESULT_PREFIX, Submissions, encode, error_of, result_of
+from lenspool.submission import (
+    JOB_PREFIX,
+    QUEUE_PREFIX,
+    RESULT_PREFIX,
+    Submission,
+    Submissions,
+    encode,
+    error_of,
+    refuse,
+    result_of,
+)
 from lenspool.terms import Terms
 
 T = TypeVar("T")
@@ -49,10 +59,10 @@ class Orders:
             Redis cannot be reached, or refuses the job.
         """
         job_id, data = encode(document)
-        touched, arguments = self._submissions.submit(job_id, card_id, data, terms, fresh=False, kept=True)
-        reply = await self._answered(lambda: self._submit(keys=touched, args=arguments))
-        if reply[0] == b"full":
-            raise QueueFull(reply[1], reply[2].decode(), job_id=job_id)
+        job = Submission(job_id, data, trace=terms.trace)
+        touched, arguments = self._submissions.submit(card_id, terms, [job], kept=True)
+        (reply,) = await self._answered(lambda: self._submit(keys=touched, args=arguments))
+        refuse(reply, job_id)
 
     async def withdraw(self, card_id: str, job_id: str) -> None:
         """Let a job be cancelled, unless a client waits for it."""

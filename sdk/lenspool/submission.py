@@ -9,8 +9,9 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
+import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import redis
 from rq.command import PUBSUB_CHANNEL_TEMPLATE
@@ -19,7 +20,7 @@ from rq.results import Result
 from rq.scripts import _build_hset_args
 
 from lenspool import keys
-from lenspool.errors import InvalidJob, JobCancelled, LenspoolError, WorkerLost, from_wire
+from lenspool.errors import InvalidJob, JobCancelled, LenspoolError, PoolUnavailable, QueueFull, WorkerLost, from_wire
 from lenspool.rq_json import (
     FAILURE_TTL,
     JOB_FUNCTION,
@@ -45,6 +46,18 @@ CHANNEL_PREFIX = PUBSUB_CHANNEL_TEMPLATE % ""
 Call = tuple[list[str], list[Any]]
 """KEYS and ARGV of a script."""
 
+_RAW_BYTES = 1024
+_HEAD = b'["%s",null,[' % JOB_FUNCTION.encode()
+
+
+class Submission(NamedTuple):
+    """A job to submit: its id, its document in canonical bytes, whether it is to run anew, and its trace context."""
+
+    id: str
+    document: bytes
+    fresh: bool = False
+    trace: str = ""
+
 
 class _Offline(redis.Redis):
     """Lets rq build commands; sends none."""
@@ -68,27 +81,11 @@ class Submissions:
             queue = self._queues[card_id] = JsonQueue(keys.queue_name(card_id), connection=self._offline)
         return queue
 
-    def submit(
-        self, job_id: str, card_id: str, document: bytes, terms: Terms, *, fresh: bool, kept: bool = False
-    ) -> Call:
-        """Call of SUBMIT for a document in canonical bytes; a kept job waits for no client, and is not cancelled."""
+    def submit(self, card_id: str, terms: Terms, jobs: Sequence[Submission], *, kept: bool = False) -> Call:
+        """Call of SUBMIT for jobs on the same terms; a kept job waits for no client, and is not cancelled."""
         queue = self._queue(card_id)
-        job = queue.create_job(
-            JOB_FUNCTION,
-            job_id=job_id,
-            description=JOB_FUNCTION,
-            timeout=run_timeout(terms.run_timeout),
-            result_ttl=RESULT_TTL,
-            failure_ttl=FAILURE_TTL,
-            retry=self._retry,
-        )
-        queue._prepare_for_queue(job)
-        job.data = b'["%s",null,[%s],{}]' % (JOB_FUNCTION.encode(), document)
         touched = [
-            job.key,
             queue.redis_queues_keys,
-            keys.waiters(job_id),
-            Result.get_key(job_id),
             queue.failed_job_registry.key,
             queue.canceled_job_registry.key,
             queue.finished_job_registry.key,
@@ -97,19 +94,39 @@ class Submissions:
             keys.turn(card_id),
             keys.queued(card_id),
         ]
+        fields = self._fields(queue, terms)
         arguments = [
-            job_id,
             keys.KEPT if kept else self._client_id,
-            int(fresh),
             keys.WAITERS_TTL,
             terms.lane,
             self._client_id,
             -1 if terms.follow else terms.queue_timeout or 0,
             keys.work(card_id),
             keys.limits(card_id),
+            JOB_PREFIX,
+            keys.waiters(""),
+            RESULT_PREFIX,
+            len(fields) // 2,
+            *fields,
         ]
-        carried = ["traceparent", terms.trace] if terms.trace else []
-        return touched, [*arguments, *_build_hset_args(job), *carried]
+        for job in jobs:
+            arguments += (job.id, int(job.fresh), _packed(job.document), job.trace)
+        return touched, arguments
+
+    def _fields(self, queue: JsonQueue, terms: Terms) -> list[Any]:
+        """Names and values of a new job's hash, but for its data: the same for all jobs that leave together."""
+        job = queue.create_job(
+            JOB_FUNCTION,
+            description=JOB_FUNCTION,
+            timeout=run_timeout(terms.run_timeout),
+            result_ttl=RESULT_TTL,
+            failure_ttl=FAILURE_TTL,
+            retry=self._retry,
+        )
+        queue._prepare_for_queue(job)
+        flat = _build_hset_args(job)
+        said = [pair for pair in zip(flat[::2], flat[1::2], strict=True) if pair[0] != "data" and pair[1] != ""]
+        return [part for pair in said for part in pair]
 
     def document(self, job_id: str, fields: Mapping[bytes, bytes]) -> dict[str, Any]:
         """The document that a job's hash holds.
@@ -160,9 +177,30 @@ def encode(document: Mapping[str, Any]) -> tuple[str, bytes]:
     return hashlib.sha256(data).hexdigest()[:40], data
 
 
+def _packed(document: bytes) -> bytes:
+    """A job's data as rq reads it: compressed, or not, which is better for what is small."""
+    data = _HEAD + document + b"],{}]"
+    return data if len(data) < _RAW_BYTES else zlib.compress(data, 1)
+
+
 def run_timeout(timeout: float | None) -> int:
     """The run limit in rq's whole seconds."""
     return RUN_TIMEOUT if timeout is None else max(1, math.ceil(timeout))
+
+
+def refuse(reply: Sequence[Any], job_id: str) -> None:
+    """Raise what SUBMIT's reply says against the job.
+
+    Raises
+    ------
+    QueueFull
+    PoolUnavailable
+        Redis refuses it.
+    """
+    if reply[0] == b"full":
+        raise QueueFull(reply[1], reply[2].decode(), job_id=job_id)
+    if reply[0] == b"error":
+        raise PoolUnavailable(f"Redis refuses the job: {reply[1].decode(errors='replace')}", job_id=job_id)
 
 
 def result_of(job_id: str, fields: Sequence[bytes]) -> tuple[Any, str]:

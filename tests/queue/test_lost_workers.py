@@ -74,19 +74,6 @@ async def test_kill_9_with_100_jobs(pool: Pool, connect: Connect) -> None:
         assert max(pool.executions().values()) <= 2
 
 
-async def test_job_between_claim_and_start_is_put_back(pool: Pool, connect: Connect) -> None:
-    async with connect() as queue:
-        ticket = queue.submit(CARD, doc(1))
-        await until(lambda: pool.queued() == 1)
-        # what a worker leaves that dies right after the claim
-        (place,) = pool.redis.smembers("rq:queues")
-        pool.redis.lmove(place, f"rq:queue:{QUEUE}:intermediate", "LEFT", "LEFT")
-        pool.redis.hset(f"rq:job:{ticket.id}", "status", "started")
-        pool.worker()
-        assert await asyncio.wait_for(ticket.result(), LOST_S) == {"n": 1}
-        assert pool.redis.hget(f"rq:job:{ticket.id}", "retries_left") == b"2"  # it never ran, and was not charged
-
-
 async def test_stopped_worker_is_fenced(pool: Pool, connect: Connect) -> None:
     first = pool.worker()
     async with connect() as queue:

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rq import worker_registration
+from rq.executions import Execution
 from rq.job import JobStatus
 from rq.utils import as_text
 from rq.worker.base import WorkerStatus
@@ -78,7 +79,6 @@ class Leases:
         self._thread: threading.Thread | None = None
         self._last_beat = time.monotonic()
         self._no_reaping_until = 0.0
-        self._between: dict[str, float] = {}  # ids between claim and start -> when first seen
 
     # -- the timer thread
 
@@ -128,7 +128,7 @@ class Leases:
                 at.append(len(pipeline))
                 # ZADD XX answers 0 for "updated" and for "missing" alike
                 pipeline.zscore(registry.key, entry.execution.composite_key)
-                pipeline.hmget(entry.job.key, "status", "abandoned")
+                pipeline.hmget(JsonJob.key_for(entry.id), "status", "abandoned")
                 entry.execution.heartbeat(registry, worker.lease, pipeline=pipeline)
             replies = pipeline.execute()
             for entry, i in zip(entries, at, strict=True):
@@ -184,14 +184,14 @@ class Leases:
                 if job.get_status(refresh=False) == JobStatus.FAILED:
                     self._ledger.notify(pipeline, job.id, "failed", to_wire(WorkerLost(LOSSES + 1)))
             pipeline.execute()
-        self._reap_intermediate()
         self._tidy()
 
     def _bury_unreadable(self) -> None:
         """Fail lapsed jobs that rq cannot parse: its clean-up would drop their lease and leave them `started`."""
         lapsed = self._redis.zrangebyscore(self._queue.started_job_registry.key, 0, int(time.time()))
         for member in lapsed:
-            job_id = as_text(member).split(":")[0]
+            execution = Execution.from_composite_key(as_text(member), self._redis)
+            job_id = execution.job_id
             raw = self._redis.hgetall(JsonJob.key_for(job_id))
             try:
                 if raw:
@@ -199,26 +199,8 @@ class Leases:
             except UnreadableJob as error:
                 log.warning("%s", error)
                 with self._redis.pipeline() as pipeline:
-                    self._ledger.bury(pipeline, job_id, error)
-                    pipeline.zrem(self._queue.started_job_registry.key, member)
+                    self._ledger.bury(pipeline, execution, error)
                     pipeline.execute()
-
-    def _reap_intermediate(self) -> None:
-        """Put back jobs whose worker died between claim and start; they never ran, and are not charged.
-
-        rq does the same 60 s after an id was first seen there; here after one lease.
-        """
-        key = self._queue.intermediate_queue_key
-        moment = time.monotonic()
-        there = [as_text(raw) for raw in self._redis.lrange(key, 0, -1)]
-        self._between = {job_id: self._between.get(job_id, moment) for job_id in there}
-        for job_id, seen in self._between.items():
-            if moment - seen <= self._worker.lease or not self._redis.lrem(key, 1, job_id):
-                continue
-            job = self._queue.fetch_job(job_id)
-            if job is not None and job.get_status(refresh=False) in (JobStatus.STARTED, JobStatus.QUEUED):
-                log.warning("job %s was claimed and never started: put back", job_id)
-                self._queue._enqueue_job(job, at_front=True)
 
     def _tidy(self) -> None:
         """Forget what has expired: ended jobs, dead workers."""

@@ -1,28 +1,32 @@
-"""A worker's bookkeeping in Redis: claim, start and commit, many jobs at a time.
+"""A worker's bookkeeping in Redis: claims and commits, many jobs at a time.
 
-rq's own code writes rq's keys, so that `rq info` and the registries show the truth; it only buffers into a pipeline,
-and one transaction carries it for a whole batch. Everything here is synchronous and runs in the worker's single io
-thread.
+What happens to every job is one call of a script (`scripts`); what happens to few of them, rq's own code writes, which
+only buffers into a pipeline, so that one transaction carries it. Everything here is synchronous and runs in the
+worker's single io thread.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import logging
 import time
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from rq.executions import Execution
+import redis.exceptions
+from rq.executions import Execution, ExecutionRegistry
 from rq.job import JobStatus
 from rq.results import Result
 from rq.suspension import WORKERS_SUSPENDED
 from rq.utils import as_text, now, utcformat
 from rq.worker.base import WorkerStatus
 
-from lenspool import keys, scripts
+from lenspool import keys
 from lenspool.errors import DeadlineExceeded, InvalidJob, from_wire, to_wire
 from lenspool.rq_json import (
     FAILURE_TTL,
@@ -32,7 +36,10 @@ from lenspool.rq_json import (
     JsonQueue,
     StrictJSON,
     UnreadableJob,
+    read,
 )
+from lenspool.scripts import NOTIFY
+from lenspool_worker import scripts
 
 if TYPE_CHECKING:
     from redis.client import Pipeline
@@ -46,7 +53,12 @@ _CLAIM_BYTES = 32_000_000
 _COSTS = (1, 8)
 """Turns that a job of the interactive and of the batch lane takes: under floods in both, they get 8 jobs to 1."""
 
-_SCHEDULED = (b"lane", b"client", b"traceparent")
+_PREFIXES = (
+    JsonJob.redis_job_namespace_prefix,
+    Execution("", "", None).key.removesuffix(":"),
+    ExecutionRegistry("", None).key,
+)
+"""Of jobs, of executions, and of a job's executions."""
 
 End = Literal["finished", "failed", "stopped", "abandoned", "requeued", "retried", "lost"]
 """How a run ended. `abandoned`: stopped because nobody waits for it; `requeued`: the worker leaves, the job is not
@@ -59,10 +71,20 @@ class Entry:
 
     Attributes
     ----------
+    id, execution
+        The job's id, and rq's record of this run of it.
+    fields
+        The job's hash as it was claimed.
+    queue
+        Of its model.
+    timeout
+        Seconds that it may run.
     lane, client
         The lane that it waited in, and of which client; empty for jobs that no lenspool client sent.
     trace
         Trace context of the call that it was made for; empty where nothing is traced.
+    suspect
+        It lost a worker before.
     begun
         Its task has taken its first step: one cancelled before would end without running a line of its own.
     over
@@ -72,23 +94,27 @@ class Entry:
     reason
         Why its task was cancelled, when this worker did that.
     end, value, error
-        Filled when the run is over; `error` is in wire form.
+        Filled when the run is over, with its end as a unix time; `value` is JSON, `error` is in wire form.
     """
 
-    job: JsonJob
-    document: dict[str, Any]
+    id: str
     execution: Execution
-    suspect: bool = False
+    document: dict[str, Any]
+    fields: Mapping[bytes, bytes]
+    queue: JsonQueue
+    timeout: float | None = None
     lane: str = ""
     client: str = ""
     trace: str = ""
+    suspect: bool = False
     task: asyncio.Task[None] | None = None
     begun: bool = False
     over: bool = False
     committed: bool = False
     reason: End | None = None
     end: End = "lost"
-    value: dict[str, Any] | None = None
+    ended: float = 0.0
+    value: bytes = b""
     error: str = ""
 
     def stop(self, reason: End) -> bool:
@@ -99,6 +125,14 @@ class Entry:
         if self.begun:
             self.task.cancel()
         return True
+
+    @cached_property
+    def job(self) -> JsonJob:
+        """The job as rq's code takes it."""
+        job = JsonJob(self.id, connection=self.queue.connection)
+        job.restore({**self.fields, b"status": JobStatus.STARTED.value.encode()})
+        job.started_at, job.worker_name = self.execution.created_at, self.execution.worker_name
+        return job
 
 
 class Room(NamedTuple):
@@ -129,17 +163,27 @@ class Claim(NamedTuple):
 
     Attributes
     ----------
+    moment
+        When.
     jobs
-        `[id, flat hash, has waited for too long]` of each job.
+        `[id, execution id, flat hash, has waited for too long]` of each job.
     alone
         The one job must run with nothing beside it.
     waiting_alone
         Number of jobs that wait for a worker with nothing in flight.
     """
 
+    moment: datetime
     jobs: list[Any]
     alone: bool
     waiting_alone: int
+
+
+class Refusal(NamedTuple):
+    """A started job that cannot be run, and why."""
+
+    execution: Execution
+    error: Exception
 
 
 class Ledger:
@@ -149,84 +193,109 @@ class Ledger:
         self._worker = worker
         self._redis = worker.connection
         self.queue = JsonQueue(keys.queue_name(card_id), connection=self._redis)
-        suspects = JsonQueue(keys.suspects_name(card_id), connection=self._redis)
-        alone = JsonQueue(keys.alone_name(card_id), connection=self._redis)
-        self._wip = self.queue.started_job_registry.key
+        self._started = self.queue.started_job_registry
         self._claim_keys = [
             self.queue.key,
-            suspects.key,
-            alone.key,
-            self.queue.intermediate_queue_key,
+            JsonQueue(keys.suspects_name(card_id), connection=self._redis).key,
+            JsonQueue(keys.alone_name(card_id), connection=self._redis).key,
             JsonQueue.redis_queues_keys,
             keys.ring(card_id),
             keys.turn(card_id),
             WORKERS_SUSPENDED,
             keys.held(card_id),
+            self._started.key,
+            worker.key,
+            self._execution("", "").worker_executions_key,
         ]
         self._bell = keys.work(card_id)
         self._claim = self._redis.register_script(scripts.CLAIM)
-        self._notify = self._redis.register_script(scripts.NOTIFY)
+        self._commit = self._redis.register_script(scripts.COMMIT)
+        self._notify = self._redis.register_script(NOTIFY)
+        self._ids = ""
+        self._unheard = False
+
+    def _execution(self, job_id: str, execution_id: str) -> Execution:
+        return Execution(execution_id, job_id, self._redis, self._worker.name)
 
     # -- claiming
 
     def claim(self, room: Room) -> Claim | None:
-        """Take as many jobs as there is room for; None when rq is suspended."""
-        prefix = JsonJob.redis_job_namespace_prefix
-        arguments: list[Any] = [room.free, room.suspects, int(room.idle), prefix, self._worker.name]
-        arguments += [
+        """Take as many jobs as there is room for, and start them; None when rq is suspended.
+
+        After a claim whose answer was lost, what that one took.
+        """
+        if not self._unheard:
+            self._ids = uuid.uuid4().hex[:24]
+        moment = now()
+        arguments: list[Any] = [
+            room.free,
+            room.suspects,
+            int(room.idle),
             _JOB_BYTES,
             _CLAIM_BYTES,
             room.batch,
             room.per_client or 0,
             *_COSTS,
+            self._worker.name,
+            self._worker.lease,
+            moment.timestamp(),
+            int(moment.timestamp()),
+            utcformat(moment),
+            self._ids,
+            int(self._unheard),
+            *_PREFIXES,
             keys.card(""),
             keys.WAITERS_TTL,
         ]
         arguments += [part for client in room.clients.items() for part in client]
+        self._unheard = True
         kind, waiting_alone, jobs = self._claim(keys=self._claim_keys, args=arguments)
-        if kind == b"suspended":
-            return None
-        return Claim(jobs, as_text(kind) == "alone", waiting_alone)
+        self._unheard = False
+        return None if kind == b"suspended" and not jobs else Claim(moment, jobs, kind == b"alone", waiting_alone)
 
-    def start(self, claimed: list[Any]) -> list[Entry]:
-        """Register executions for claimed jobs in one transaction; what is no job of this pool fails alone."""
-        entries: list[Entry] = []
-        with self._redis.pipeline() as pipeline:
-            for raw_id, flat, late in claimed:
-                job_id = as_text(raw_id)
-                fields = dict(zip(flat[::2], flat[1::2], strict=True))
-                try:
-                    if late:
-                        raise DeadlineExceeded("queue", float(fields.get(b"queue_timeout", 0)))
-                    job, document = self._read(job_id, fields)
-                except (UnreadableJob, InvalidJob, DeadlineExceeded) as error:
-                    log.warning("job %s refused: %s", job_id, error)
-                    self.bury(pipeline, job_id, error)
-                    continue
-                execution = Execution.create(job, self._worker.lease, pipeline=pipeline, worker_name=self._worker.name)
-                job.prepare_for_execution(self._worker.name, pipeline=pipeline)
-                pipeline.persist(job.key)
-                pipeline.lrem(self.queue.intermediate_queue_key, 1, job_id)
-                entry = Entry(job, document, execution, suspect=job.retries_left == 1)
-                said = (fields.get(name, b"").decode(errors="replace") for name in _SCHEDULED)
-                entry.lane, entry.client, entry.trace = said
-                entries.append(entry)
-            self._worker.set_state(WorkerStatus.BUSY, pipeline=pipeline)
-            pipeline.execute()
-        return entries
+    def read(self, claim: Claim) -> tuple[list[Entry], list[Refusal]]:
+        """The jobs of a claim, and what is no job of this pool."""
+        entries, refused = [], []
+        for raw_id, execution_id, flat, late in claim.jobs:
+            fields = dict(zip(flat[::2], flat[1::2], strict=True))
+            execution = self._execution(as_text(raw_id), as_text(execution_id))
+            execution.created_at = claim.moment
+            try:
+                if late:
+                    raise DeadlineExceeded("queue", float(fields.get(b"queue_timeout", 0)))
+                entries.append(self._entry(execution, fields))
+            except (UnreadableJob, InvalidJob, DeadlineExceeded) as error:
+                refused.append(Refusal(execution, error))
+            except Exception as error:  # what we did not think of must not cost the other jobs of the claim
+                log.exception("job %s cannot be read", execution.job_id)
+                refused.append(Refusal(execution, UnreadableJob(str(error))))
+        return entries, refused
 
-    def _read(self, job_id: str, fields: Mapping[bytes, bytes]) -> tuple[JsonJob, dict[str, Any]]:
+    def refuse(self, refused: Sequence[Refusal]) -> None:
+        """Fail jobs, each on its own."""
+        for execution, error in refused:
+            log.warning("job %s refused: %s", execution.job_id, error)
+            try:
+                with self._redis.pipeline() as pipeline:
+                    self.bury(pipeline, execution, error)
+                    pipeline.execute()
+            except redis.exceptions.ResponseError:
+                log.exception("a job's keys cannot be written; it is left alone")
+
+    def _entry(self, execution: Execution, fields: Mapping[bytes, bytes]) -> Entry:
         if not fields:
             raise InvalidJob("document", "is too large", f"at most {MAX_DOCUMENT_BYTES} bytes")
-        job = JsonJob(job_id, connection=self._redis)
-        job.restore(fields)
-        if job.origin != self.queue.name:
-            raise InvalidJob("job", f"was made for the queue {job.origin[:100]!r}", self.queue.name)
-        job.home = self.queue
-        return job, job.document()
+        entry = Entry(execution.job_id, execution, read(fields, self.queue.name, self._redis), fields, self.queue)
+        entry.timeout = float(fields.get(b"timeout") or 0) or None
+        entry.lane, entry.client, entry.trace = (
+            fields.get(name, b"").decode(errors="replace") for name in (b"lane", b"client", b"traceparent")
+        )
+        entry.suspect = fields.get(b"retries_left") == b"1"
+        return entry
 
-    def bury(self, pipeline: Pipeline, job_id: str, error: Exception) -> None:
-        """Fail a job that rq's code cannot handle, and tell its waiters."""
+    def bury(self, pipeline: Pipeline, execution: Execution, error: Exception) -> None:
+        """Fail a started job that rq's code cannot handle, and tell its waiters."""
+        job_id = execution.job_id
         self._worker.counters["failed"] += 1
         self._worker.failures[type(error).__name__] += 1
         wire = to_wire(InvalidJob("job", "is not readable") if isinstance(error, UnreadableJob) else error)
@@ -234,43 +303,77 @@ class Ledger:
         pipeline.hset(key, mapping={"status": JobStatus.FAILED.value, "ended_at": utcformat(now())})
         pipeline.expire(key, FAILURE_TTL)
         pipeline.zadd(self.queue.failed_job_registry.key, {job_id: int(time.time()) + FAILURE_TTL})
-        pipeline.lrem(self.queue.intermediate_queue_key, 1, job_id)
+        self._drop(pipeline, execution)
         result = Result(job_id, Result.Type.FAILED, self._redis, exc_string=wire, serializer=StrictJSON)
         result.save(FAILURE_TTL, pipeline=pipeline)
         self.notify(pipeline, job_id, "failed", wire)
 
+    def _drop(self, pipeline: Pipeline, execution: Execution) -> None:
+        """As `Execution.delete`, without a job."""
+        pipeline.delete(execution.key)
+        self._started.remove_execution(execution, pipeline=pipeline)
+        ExecutionRegistry(execution.job_id, self._redis).remove(execution, pipeline=pipeline)
+        pipeline.srem(execution.worker_executions_key, execution.composite_key)
+
     # -- committing
 
     def commit(self, batch: Sequence[Entry]) -> None:
-        """Write the ends of runs, in one transaction."""
-        mine = [entry for entry in batch if entry.end != "lost"]
-        mine = self._fence(mine)
-        stats = self._worker.counters
-        with self._redis.pipeline() as pipeline:
-            succeeded, worked = 0, timedelta()
-            for entry in mine:
-                entry.execution.delete(job=entry.job, pipeline=pipeline)
-                self._end(entry, pipeline)
-                worked += entry.job.ended_at - entry.job.started_at
-                succeeded += entry.end == "finished"
-            for entry in batch:
-                if entry not in mine:
-                    entry.execution.delete(job=entry.job, pipeline=pipeline)
-            pipeline.hincrby(self._worker.key, "successful_job_count", succeeded)
-            self._worker.increment_total_working_time(worked, pipeline)
-            if len(self._worker.entries()) <= len(batch):
-                self._worker.set_state(WorkerStatus.IDLE, pipeline=pipeline)
-            pipeline.execute()
+        """Write the ends of runs."""
+        ends = self._succeed([entry for entry in batch if entry.end == "finished"], len(batch))
+        self._conclude([entry for entry in batch if ends.get(entry, b"unknown") == b"unknown"], len(batch))
         for entry in batch:
             entry.committed = True
-        if fenced := [entry.job.id for entry in batch if entry not in mine]:
+            if ends.get(entry) == b"lost":
+                entry.end = "lost"
+        stats = self._worker.counters
+        if fenced := [entry.id for entry in batch if entry.end == "lost"]:
             log.warning("fenced: results of jobs that are not this worker's any more: %s", ", ".join(fenced))
             stats["fenced"] += len(fenced)
-        for entry in mine:
-            stats["requeued" if entry.end in ("requeued", "retried") else "committed"] += 1
+        for entry in batch:
+            if entry.end != "lost":
+                stats["requeued" if entry.end in ("requeued", "retried") else "committed"] += 1
             if entry.end == "failed":
                 stats["failed"] += 1
                 self._worker.failures[type(from_wire(entry.error)).__name__] += 1
+
+    def _idle(self, ending: int) -> bool:
+        """Whether nothing is in flight but so many jobs that are about to end."""
+        return len(self._worker.entries()) <= ending
+
+    def _succeed(self, batch: Sequence[Entry], ending: int) -> dict[Entry, bytes]:
+        """Commit results; of each `committed`, `lost`, or `unknown`: then Redis has forgotten the job."""
+        if not batch:
+            return {}
+        touched = [self._started.key, self.queue.finished_job_registry.key, *self._claim_keys[-2:]]
+        arguments: list[Any] = [self._worker.name, RESULT_TTL, keys.DONE_TTL, int(time.time())]
+        arguments += [int(self._idle(ending)), *_PREFIXES, Result.get_key(""), keys.waiters(""), keys.DONE_PREFIX]
+        for entry in batch:
+            began = entry.execution.created_at.timestamp()
+            arguments += (entry.id, entry.execution.id, utcformat(_time(entry.ended)), began, entry.ended)
+            arguments += (base64.b64encode(entry.value), entry.value)
+        return dict(zip(batch, self._commit(keys=touched, args=arguments), strict=True))
+
+    def _conclude(self, batch: Sequence[Entry], ending: int) -> None:
+        """Write all other ends, in one transaction."""
+        if not batch:
+            return
+        mine = self._fence([entry for entry in batch if entry.end != "lost"])
+        with self._redis.pipeline() as pipeline:
+            succeeded, worked = 0, timedelta()
+            for entry in batch:
+                self._drop(pipeline, entry.execution)
+                if entry not in mine:
+                    entry.end = "lost"
+                    continue
+                entry.job.ended_at = _time(entry.ended)
+                self._end(entry, pipeline)
+                worked += entry.job.ended_at - entry.execution.created_at
+                succeeded += entry.end == "finished"
+            pipeline.hincrby(self._worker.key, "successful_job_count", succeeded)
+            self._worker.increment_total_working_time(worked, pipeline)
+            if self._idle(ending):
+                self._worker.set_state(WorkerStatus.IDLE, pipeline=pipeline)
+            pipeline.execute()
 
     def _fence(self, batch: list[Entry]) -> list[Entry]:
         """The entries that are still this worker's.
@@ -281,13 +384,13 @@ class Ledger:
         if not batch:
             return []
         with self._redis.pipeline(transaction=False) as pipeline:
-            pipeline.zmscore(self._wip, [entry.execution.composite_key for entry in batch])
+            pipeline.zmscore(self._started.key, [entry.execution.composite_key for entry in batch])
             for entry in batch:
-                pipeline.hexists(entry.job.key, "data")
+                pipeline.hexists(JsonJob.key_for(entry.id), "data")
             scores, *exist = pipeline.execute()
-        for entry, exists in zip(batch, exist, strict=True):
-            entry.job.stored = exists
-        return [entry for entry, score in zip(batch, scores, strict=True) if score is not None or not entry.job.stored]
+        return [
+            entry for entry, score, exists in zip(batch, scores, exist, strict=True) if score is not None or not exists
+        ]
 
     def _end(self, entry: Entry, pipeline: Pipeline) -> None:
         job = entry.job
@@ -301,10 +404,10 @@ class Ledger:
         if entry.end == "retried" and not job.should_retry:
             entry.end = "failed"
         if entry.end == "finished":
-            job._result = entry.value
+            job._result = StrictJSON.loads(entry.value)
             job._handle_success(RESULT_TTL, pipeline=pipeline, **about)
             pipeline.expire(job.key, RESULT_TTL)
-            self.notify(pipeline, job.id, "finished", StrictJSON.dumps(entry.value).decode())
+            self.notify(pipeline, job.id, "finished", entry.value)
         elif entry.end == "requeued":
             self.queue._enqueue_job(job, pipeline=pipeline, at_front=True)
             pipeline.publish(self._bell, 1)
@@ -321,7 +424,11 @@ class Ledger:
             self._worker.increment_failed_job_count(pipeline)
             self.notify(pipeline, job.id, entry.end, entry.error)
 
-    def notify(self, pipeline: Pipeline, job_id: str, state: str, payload: str) -> None:
+    def notify(self, pipeline: Pipeline, job_id: str, state: str, payload: str | bytes) -> None:
         """Tell every waiter of a job how it ended."""
         arguments = [keys.DONE_PREFIX, keys.DONE_TTL, job_id, state, payload]
         self._notify(keys=[keys.waiters(job_id)], args=arguments, client=pipeline)
+
+
+def _time(seconds: float) -> datetime:
+    return datetime.fromtimestamp(seconds, UTC)

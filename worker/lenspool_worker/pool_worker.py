@@ -2,7 +2,7 @@
 
 One thread runs rq's synchronous code (`ledger`), one beats (`leases`); jobs are tasks of the loop.
 
-    claim N ids -> one transaction starts them -> tasks -> one transaction commits what finished meanwhile
+    one call claims and starts N jobs -> tasks -> one call commits what finished meanwhile
 """
 
 from __future__ import annotations
@@ -273,7 +273,7 @@ class PoolWorker(BaseWorker):
                             continue
                         if taken:
                             wait = _SOON_S  # there is hardly more; let what is short be committed before another look
-                    except (redis.exceptions.RedisError, OSError) as error:  # ids claimed unheard: a reaper's
+                    except (redis.exceptions.RedisError, OSError) as error:
                         log.warning("claim: %s", str(error)[:200] or type(error).__name__)
                         wait = 0.5
                     except Exception:
@@ -283,7 +283,7 @@ class PoolWorker(BaseWorker):
                     await runs.changed.wait()
 
     async def _take(self, free: int) -> int:
-        """Claim, start and launch up to `free` jobs; their number."""
+        """Claim and launch up to `free` jobs; their number."""
         running = [entry for entry in self._runs.entries() if not entry.over]
         room = Room(
             free,
@@ -298,21 +298,14 @@ class PoolWorker(BaseWorker):
             await asyncio.sleep(1.0)
             return 0
         if claim.jobs:
-            entries = await self._start(claim.jobs)
             self.counters["claimed"] += len(claim.jobs)
+            entries, refused = await self._loop.run_in_executor(self._io, self._ledger.read, claim)
             for entry in entries:
                 self._runs.launch(entry)
+            if refused:
+                await self._call(self._ledger.refuse, refused)
             self._alone = claim.alone
         return len(claim.jobs)
-
-    async def _start(self, jobs: list[Any]) -> list[Entry]:
-        try:
-            return await self._call(self._ledger.start, jobs)
-        except redis.exceptions.RedisError:
-            if len(jobs) == 1:
-                log.exception("a job's keys cannot be written; it is left alone")
-                return []
-        return [entry for job in jobs for entry in await self._start([job])]
 
     async def _commit(self, batch: Sequence[Entry]) -> None:
         await self._call(self._ledger.commit, batch)

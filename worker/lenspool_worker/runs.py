@@ -9,8 +9,6 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from rq.utils import now
-
 from lenspool import spans
 from lenspool.errors import DeadlineExceeded, EngineFailed, JobCancelled, LenspoolError, to_wire
 from lenspool.rq_json import StrictJSON
@@ -101,7 +99,7 @@ class Runs:
 
     def launch(self, entry: Entry) -> None:
         """Run a job that was claimed and started."""
-        same = self._of_job.setdefault(entry.job.id, [])
+        same = self._of_job.setdefault(entry.id, [])
         earlier = [other.task for other in same if other.task is not None]
         for other in same:
             other.stop("lost")  # Redis lost the job, or a reaper took it, and it came back here
@@ -126,11 +124,11 @@ class Runs:
         except Exception as error:
             entry.end, entry.error = "failed", _wire(error)
             if not isinstance(error, LenspoolError):
-                log.exception("job %s", entry.job.id)
+                log.exception("job %s", entry.id)
             elif error.retryable and getattr(error, "requeue", False):
                 entry.end = "retried"
                 self.hold_until = time.monotonic() + self._pause  # what just failed would fail the next job, too
-        entry.job.ended_at, entry.over = now(), True
+        entry.ended, entry.over = time.time(), True
         self.running -= 1
         self._ended.append(entry)
         if self._committer is None or self._committer.done():
@@ -138,20 +136,20 @@ class Runs:
         self.changed.set()
 
     async def _handle(self, entry: Entry) -> None:
-        limit = entry.job.timeout
-        clock = asyncio.timeout(limit if limit and limit > 0 else None)
+        clock = asyncio.timeout(entry.timeout)
         try:
             async with clock:
-                with spans.running(entry.job.id, entry.document, entry.lane, entry.trace) as span:
-                    value = await self._handler(entry.document, entry.job.id)
+                with spans.running(entry.id, entry.document, entry.lane, entry.trace) as span:
+                    value = await self._handler(entry.document, entry.id)
                     spans.ran(span, value)
         except TimeoutError:
-            if not clock.expired():
+            if entry.timeout is None or not clock.expired():
                 raise
-            raise DeadlineExceeded("run", float(limit)) from None
-        if not isinstance(value, dict) or len(StrictJSON.dumps(value)) > MAX_RESULT_BYTES:
+            raise DeadlineExceeded("run", entry.timeout) from None
+        data = StrictJSON.dumps(value)
+        if not isinstance(value, dict) or len(data) > MAX_RESULT_BYTES:
             raise EngineFailed("the run's answer is not a small JSON object")
-        entry.value, entry.end = value, "finished"
+        entry.value, entry.end = data, "finished"
 
     async def _commit(self) -> None:
         """Commit what ended while the last transaction was under way."""
@@ -165,17 +163,17 @@ class Runs:
                     try:
                         await self._commit_ends([entry])
                     except Exception:
-                        log.exception("job %s could not be committed; its lease will lapse", entry.job.id)
+                        log.exception("job %s could not be committed; its lease will lapse", entry.id)
             for entry in batch:
                 self._forget(entry)
                 self.changed.set()
 
     def _forget(self, entry: Entry) -> None:
         del self._entries[entry.execution.id]
-        same = self._of_job[entry.job.id]
+        same = self._of_job[entry.id]
         same.remove(entry)
         if not same:
-            del self._of_job[entry.job.id]
+            del self._of_job[entry.id]
 
 
 def _wire(error: Exception) -> str:
