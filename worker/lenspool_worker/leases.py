@@ -23,7 +23,8 @@ from rq.worker.base import WorkerStatus
 from lenspool import keys
 from lenspool.errors import WorkerLost, to_wire
 from lenspool.rq_json import LOSSES, RESULT_TTL, JsonJob, UnreadableJob
-from lenspool_worker.ledger import Entry, Ledger
+from lenspool_worker.ledger import Ledger
+from lenspool_worker.taken import Entry
 
 if TYPE_CHECKING:
     from lenspool_worker.pool_worker import PoolWorker

@@ -30,8 +30,9 @@ from lenspool.rq_json import JsonJob, JsonQueue, StrictJSON
 from lenspool_worker.bells import Bells
 from lenspool_worker.connections import asynchronous, blocking
 from lenspool_worker.leases import Leases, QueueLimits
-from lenspool_worker.ledger import End, Entry, Ledger, Room
+from lenspool_worker.ledger import Ledger
 from lenspool_worker.runs import Handler, Runs
+from lenspool_worker.taken import End, Entry, Room
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from typing import Any
 from lenspool import spans
 from lenspool.errors import DeadlineExceeded, EngineFailed, JobCancelled, LenspoolError, to_wire
 from lenspool.rq_json import StrictJSON
-from lenspool_worker.ledger import End, Entry
+from lenspool_worker.taken import End, Entry
 
 log = logging.getLogger(__name__)
 
