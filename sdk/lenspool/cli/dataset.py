@@ -81,7 +81,7 @@ def _summary(dataset: Dataset) -> dict[str, Any]:
 
 @app.command()
 def build(
-    name: str,
+    name: Annotated[str, typer.Argument(help="Of the dataset.")],
     file: Annotated[Path, typer.Argument(help="Rows: a .jsonl, .parquet or .csv file.")],
     hook: Annotated[list[str], typer.Option(help="Hooks or readouts to capture; may be repeated.")],
     prompt: Annotated[str, typer.Option(help="Column of the prompt.")] = "text",
