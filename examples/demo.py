@@ -49,16 +49,12 @@ def gone(group: int, seconds: float) -> bool:
 @contextmanager
 def pool(model: Path) -> Iterator[str]:
     """`lenspool up` as a process of its own, stopped at the end; yields the URL of its Redis."""
-    reader, writer = os.pipe()
     log = (FOLDER / "pool.log").open("w")
-    command = [sys.executable, "-m", "lenspool_worker", "up", "--model", str(model), "--store", str(FOLDER / "store")]
-    process = subprocess.Popen(
-        [*command, "--ready-fd", str(writer)], pass_fds=[writer], stdout=log, stderr=log, start_new_session=True
-    )
-    os.close(writer)
+    command = [sys.executable, "-m", "lenspool.cli", "up", "--model", str(model), "--store", str(FOLDER / "store")]
+    process = subprocess.Popen([*command, "--json"], stdout=subprocess.PIPE, stderr=log, start_new_session=True)
+    assert process.stdout is not None
     try:
-        with os.fdopen(reader) as ready:
-            answer = ready.read()
+        answer = process.stdout.readline()
         if not answer:
             raise SystemExit(f"the pool did not start: see {log.name}")
         yield json.loads(answer)["redis"]

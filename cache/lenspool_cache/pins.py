@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import uuid
 from collections.abc import Iterable
@@ -19,10 +20,12 @@ class Pins:
         self.folder = store / "pins"
 
     def add(self, name: str, keys: Iterable[bytes]) -> None:
-        """Pin keys under a name, beside those that it has.
+        """Pin keys under a name, beside those that it has. A new name takes no lock, where there are links.
 
         Raises
         ------
+        CacheError
+            The name is there, and the file system has no locks.
         ValueError
             The name is not a plain file name, or a key has not 32 bytes.
         """
@@ -30,11 +33,14 @@ class Pins:
         if any(len(key) != 32 for key in keys):
             raise ValueError("a pinned key has 32 bytes")
         self.folder.mkdir(exist_ok=True)
-        with locked(self.folder / ".lock"):
-            lines = sorted(key.hex() for key in keys | self._read(path))
-            temporary = self.folder / f".{name}.{uuid.uuid4().hex}.tmp"
-            temporary.write_text("\n".join(lines) + "\n")
-            temporary.replace(path)
+        draft = self._draft(name, keys)
+        try:
+            os.link(draft, path)
+        except OSError:  # it is there, or cannot be made so
+            with locked(self.folder / ".lock"):
+                self._draft(name, keys | self._read(path)).replace(path)
+        finally:
+            draft.unlink()
 
     def remove(self, name: str) -> bool:
         """Give a name up; whether there was one."""
@@ -59,6 +65,11 @@ class Pins:
         if not _NAME.fullmatch(name):
             raise ValueError(f"a pin's name is letters, digits, '.', '_' and '-', not {name!r}")
         return self.folder / name
+
+    def _draft(self, name: str, keys: Iterable[bytes]) -> Path:
+        path = self.folder / f".{name}.{uuid.uuid4().hex}.tmp"
+        path.write_text("\n".join(sorted(key.hex() for key in keys)) + "\n")
+        return path
 
     @staticmethod
     def _read(path: Path) -> set[bytes]:

@@ -12,7 +12,7 @@ from lenspool.interventions import Intervention
 from lenspool.job import Reuse, check_reuse
 from lenspool.readouts import Readout
 from lenspool.sampling import Sampling, check_integer
-from lenspool.terms import Lane, Terms, check_seconds
+from lenspool.terms import Priority, Terms, check_seconds
 
 Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int] | np.ndarray
 """Text, chat messages, or token ids (taken verbatim)."""
@@ -29,7 +29,7 @@ class _Run(TypedDict, total=False):
 
 
 class _Limits(TypedDict, total=False):
-    lane: Lane
+    priority: Priority
     queue_timeout: float | None
     run_timeout: float | None
     retries: int
@@ -45,8 +45,9 @@ class Options(_Limits, _Wait, total=False):
 
     Attributes
     ----------
-    lane
-        `"interactive"`, the default but for `map`, or `"batch"` for what takes its time: jobs in it let others pass.
+    priority
+        `"interactive"`, the default but for `map` and `dataset`, or `"batch"` for what takes its time: such jobs let
+        others pass.
     timeout, queue_timeout, run_timeout
         Seconds for everything, until the job is started, and for its run. Then `DeadlineExceeded`, whose `stage` says
         where the job stood. None, the default, waits as long as the pool lives.
@@ -149,7 +150,7 @@ def manner(options: Mapping[str, Any]) -> Manner:
     timeout = options.get("timeout")
     check_seconds("timeout", timeout)
     check_reuse(options.get("reuse", "prefix"))
-    terms = Terms(options.get("lane", "interactive"), options.get("queue_timeout"), options.get("run_timeout"))
+    terms = Terms(options.get("priority", "interactive"), options.get("queue_timeout"), options.get("run_timeout"))
     return Manner(terms, timeout, check_integer("retries", options.get("retries", 0), 0, None))
 
 

@@ -11,7 +11,7 @@ The project's file stands in the working directory, or in a folder above it up t
     redis = "redis://gpu-host:6379"          # LENSPOOL_REDIS
     model = "smollm2-135m-instruct"          # LENSPOOL_MODEL
     store = "/shared/lenspool"               # LENSPOOL_STORE; false: results come through Redis
-    timeout = 600                            # and what else `Client.with_options` takes
+    priority = "batch"                       # LENSPOOL_PRIORITY, and so on: what else `Client.with_options` takes
     patience = 30                            # and inline_limit: see `lenspool.Client`
 """
 
@@ -29,8 +29,9 @@ from lenspool.errors import InvalidJob
 from lenspool.sampling import check_integer
 from lenspool.terms import check_seconds
 
-ENVIRONMENT = {"redis": "LENSPOOL_REDIS", "store": "LENSPOOL_STORE", "model": "LENSPOOL_MODEL"}
-NAMES = (*ENVIRONMENT, "inline_limit", "patience", *Options.__annotations__)
+_PLACES = ("redis", "store", "model")
+NAMES = (*_PLACES, "inline_limit", "patience", *Options.__annotations__)
+ENVIRONMENT = {name: f"LENSPOOL_{name.upper()}" for name in NAMES}
 _PROJECT_FILE = "lenspool.toml"
 _ROOT_MARKS = (".git", "pyproject.toml")
 
@@ -63,7 +64,8 @@ def settings() -> Settings:
     Raises
     ------
     InvalidJob
-        A file cannot be read, has an unknown setting, or one of a wrong kind; names it and the file.
+        A file cannot be read, has an unknown setting, or one of a wrong kind, or a variable has; names it, and where
+        it stands.
     """
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
@@ -73,7 +75,10 @@ def settings() -> Settings:
         origins |= dict.fromkeys(found, str(path))
     for name, variable in ENVIRONMENT.items():
         if value := os.environ.get(variable):
-            values[name], origins[name] = value, variable
+            values[name], origins[name] = (
+                _checked(name, value if name in _PLACES else _number(value), variable),
+                variable,
+            )
     return Settings(values, origins)
 
 
@@ -106,17 +111,32 @@ def _read(path: Path) -> dict[str, Any]:
     for name, value in values.items():
         if name not in NAMES:
             raise InvalidJob(name, f"unknown setting in {path}", ", ".join(NAMES))
-        try:
-            _check(name, value)
-        except InvalidJob as error:
-            raise InvalidJob(name, f"{error.reason} in {path}", error.allowed) from None
+        _checked(name, value, path)
     if isinstance(values.get("store"), str):
         values["store"] = str(path.parent / Path(values["store"]).expanduser())
     return values
 
 
+def _number(text: str) -> Any:
+    """The number that a variable holds; any other text as it is, to be refused by who knows what is allowed."""
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def _checked(name: str, value: Any, origin: str | Path) -> Any:
+    try:
+        _check(name, value)
+    except InvalidJob as error:
+        raise InvalidJob(name, f"{error.reason} in {origin}", error.allowed) from None
+    return value
+
+
 def _check(name: str, value: Any) -> None:
-    if name in ENVIRONMENT:
+    if name in _PLACES:
         if not (isinstance(value, str) and value) and not (name == "store" and value is False):
             raise InvalidJob(name, f"got {value!r}", "a string" + (", or false" if name == "store" else ""))
     elif name == "inline_limit":

@@ -12,7 +12,7 @@ from rq.utils import utcparse
 
 from lenspool import keys
 from lenspool.submission import JOB_PREFIX
-from lenspool.terms import LANES
+from lenspool.terms import PRIORITIES
 
 _REGISTRIES = {"running": StartedJobRegistry, "finished": FinishedJobRegistry, "failed": FailedJobRegistry}
 _RETURNED = "returned"
@@ -46,7 +46,7 @@ async def job_counts(connection: redis.asyncio.Redis, card_id: str) -> dict[str,
     first = [job for job in replies[1 : 2 * len(places) : 2] if job]
     since = await _enqueued(connection, [job.decode() for job in first])
     heads = dict(zip([place for place, n in queued.items() if n], since, strict=False))
-    lanes: dict[str, dict[str, Any]] = {lane: {"queued": 0, "oldest": 0.0} for lane in (*LANES, _RETURNED)}
+    lanes: dict[str, dict[str, Any]] = {lane: {"queued": 0, "oldest": 0.0} for lane in (*PRIORITIES, _RETURNED)}
     for place, lane in places.items():
         lanes[lane]["queued"] += queued[place]
         lanes[lane]["oldest"] = max(lanes[lane]["oldest"], heads.get(place, 0.0))
@@ -56,7 +56,7 @@ async def job_counts(connection: redis.asyncio.Redis, card_id: str) -> dict[str,
 
 def _lane(place: str) -> str:
     lane = place.rsplit(":", 2)[-2]
-    return lane if lane in LANES else _RETURNED
+    return lane if lane in PRIORITIES else _RETURNED
 
 
 async def _enqueued(connection: redis.asyncio.Redis, jobs: list[str]) -> list[float]:

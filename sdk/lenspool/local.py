@@ -64,38 +64,32 @@ async def connect_local(
     for option, value in options.items():
         arguments += [f"--{option.replace('_', '-')}", str(value)]
     with tempfile.TemporaryFile("w+") as log:
-        process, answer = _start(arguments, log)
+        process = _start(arguments, log)
         serving = False
         try:
             with waiting(progress, f"starting a pool for {Path(model).name}"):
-                where = await _ready(process, answer, log, boot_timeout)
+                where = await _ready(process, log, boot_timeout)
             serving = True
             async with Client(where["redis"], model=where["model"], store=where["store"]) as client:
                 yield client
         finally:
             await asyncio.to_thread(_stop, process, serving)
-            answer.close()
 
 
-def _start(arguments: list[str], log: IO[str]) -> tuple[subprocess.Popen[bytes], IO[str]]:
-    """Start the pool's process; it writes one JSON line into the returned stream when it serves."""
-    reader, writer = os.pipe()
-    try:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "lenspool_worker", "up", *arguments, "--ready-fd", str(writer)],
-            stdin=subprocess.PIPE,
-            stdout=log,
-            stderr=log,
-            pass_fds=[writer],
-            start_new_session=True,  # an interrupt at the terminal is the script's, which then stops the pool
-        )
-    finally:
-        os.close(writer)
-    return process, os.fdopen(reader)
+def _start(arguments: list[str], log: IO[str]) -> subprocess.Popen[bytes]:
+    """Start the pool's process; it writes one JSON line to its stdout when it serves."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "lenspool_worker", "up", *arguments, "--json"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=log,
+        start_new_session=True,  # an interrupt at the terminal is the script's, which then stops the pool
+    )
 
 
-async def _ready(process: subprocess.Popen[bytes], answer: IO[str], log: IO[str], timeout: float) -> dict[str, str]:
-    reading = asyncio.ensure_future(asyncio.to_thread(answer.read))
+async def _ready(process: subprocess.Popen[bytes], log: IO[str], timeout: float) -> dict[str, str]:
+    assert process.stdout is not None
+    reading = asyncio.ensure_future(asyncio.to_thread(process.stdout.readline))
     done, _ = await asyncio.wait([reading], timeout=timeout)
     if not done:
         process.kill()  # ends the pipe, and with it the reading thread
@@ -110,10 +104,11 @@ async def _ready(process: subprocess.Popen[bytes], answer: IO[str], log: IO[str]
 
 def _stop(process: subprocess.Popen[bytes], serving: bool) -> None:
     """End the pool: gracefully when it serves, at once when it still boots."""
-    assert process.stdin is not None
+    assert process.stdin is not None and process.stdout is not None
     process.stdin.close()  # which a serving pool takes as the wish to stop
     try:
         process.wait(_STOP_S if serving else 0)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+    process.stdout.close()

@@ -15,7 +15,7 @@ from lenspool.errors import InvalidJob
 from lenspool.orders import Orders
 from lenspool.queue import JobQueue
 from lenspool.submission import JOB_PREFIX, QUEUE_PREFIX, RESULT_PREFIX, Submissions, error_of, result_of
-from lenspool.terms import LANES, Terms
+from lenspool.terms import PRIORITIES, Terms
 
 State = Literal["waiting", "running", "failed"]
 
@@ -131,7 +131,7 @@ class Operator:
         fields = await self._redis.hgetall(JOB_PREFIX + job_id)
         document = self._submissions.document(job_id, fields)
         lane = fields.get(b"lane", b"").decode()
-        terms = Terms(lane if lane in LANES else "interactive")
+        terms = Terms(lane if lane in PRIORITIES else "interactive")
         await Orders(self._queue).place(card_id, document, terms)
         return job_id
 
@@ -157,7 +157,7 @@ class Operator:
             *waiting, running, failed = await pipeline.execute()
         found: list[tuple[State, str, int | None, bool]] = []
         for place, ids in zip(places, waiting, strict=True):
-            returned = place.rsplit(":", 2)[-2] not in LANES
+            returned = place.rsplit(":", 2)[-2] not in PRIORITIES
             found += [("waiting", job.decode(), i, returned) for i, job in enumerate(ids)]
         started = dict.fromkeys(job.decode().partition(":")[0] for job in running)  # of rq's job:execution
         found += [("running", job, None, False) for job in started]

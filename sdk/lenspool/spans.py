@@ -1,8 +1,8 @@
 """OpenTelemetry spans, where its API is installed: one for a client's call, one for a worker's run of the job.
 
 The job carries the trace context of who asked for it first (W3C `traceparent`), so the worker's span is a child of that
-client's. What is recorded, and where it goes, is the OpenTelemetry SDK's, set up by the program or by
-`opentelemetry-instrument`; without an SDK nothing is.
+client's. What is recorded, and where it goes, is the OpenTelemetry SDK's, set up by the program, or for the worker and
+the commands by `lenspool.span_export`; without an SDK nothing is.
 
 | span | kind | attributes |
 |---|---|---|

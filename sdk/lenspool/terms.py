@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from lenspool.errors import InvalidJob
 
-Lane = Literal["interactive", "batch"]
+Priority = Literal["interactive", "batch"]
 """`interactive` is for someone who waits, `batch` for what takes its time: it gets the smaller share, never none."""
 
-LANES: tuple[Lane, ...] = get_args(Lane)
+PRIORITIES: tuple[Priority, ...] = get_args(Priority)
+"""Jobs of each wait in a lane of that name."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class Terms:
     Attributes
     ----------
     lane
-        Where it waits.
+        Where it waits: the lane of its priority.
     queue_timeout, run_timeout
         Seconds that it may wait, and run; None sets no limit of the caller's own.
     follow
@@ -30,15 +31,14 @@ class Terms:
         Trace context (`traceparent`) of who asks; a job keeps that of who asked first.
     """
 
-    lane: Lane = "interactive"
+    lane: Priority = "interactive"
     queue_timeout: float | None = None
     run_timeout: float | None = None
     follow: bool = False
     trace: str = ""
 
     def __post_init__(self) -> None:
-        if self.lane not in LANES:
-            raise InvalidJob("lane", f"got {self.lane!r}", ", ".join(LANES))
+        check_priority(self.lane)
         for name in ("queue_timeout", "run_timeout"):
             check_seconds(name, getattr(self, name))
 
@@ -51,6 +51,18 @@ class Terms:
             self.follow and other.follow,
             self.trace,
         )
+
+
+def check_priority(value: Any) -> None:
+    """Refuse a priority that there is not.
+
+    Raises
+    ------
+    InvalidJob
+        Naming those that there are.
+    """
+    if value not in PRIORITIES:
+        raise InvalidJob("priority", f"got {value!r}", ", ".join(PRIORITIES))
 
 
 def check_seconds(name: str, value: float | None) -> None:

@@ -83,9 +83,11 @@ def test_a_file_system_without_locks(folder: Path, monkeypatch: pytest.MonkeyPat
     with Store(folder, network=True) as store:
         put(store, 0)
         assert same_bits(store.rows(a_run(0), "h", [(0, 16)]), rows_of(0))
-        for refused in (lambda: collect(store, Policy(max_bytes=0)), lambda: store.pins.add("x", [a_run(0).key])):
+        store.pins.add("x", [a_run(0).key])  # a new name is nobody else's
+        for refused in (lambda: collect(store, Policy(max_bytes=0)), lambda: store.pins.add("x", [a_run(1).key])):
             with pytest.raises(CacheError, match="has no locks"):
                 refused()
+        assert store.pins.all() == {"x": {a_run(0).key}}
     with Store(folder, network=True) as store:
         assert same_bits(store.rows(a_run(0), "h", [(0, 16)]), rows_of(0))
 

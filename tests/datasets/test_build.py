@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import random
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from lenspool import Dataset, InvalidJob, PoolUnavailable, WorkerLost, add, at
+from lenspool.datasets import claims
 from lenspool.datasets.folder import Folder
 from lenspool.readouts import norm
 from lenspool.testing import FakePool
@@ -154,9 +158,18 @@ def _run(pool: FakePool, tokens: list[int]) -> Any:
 
 
 _DRIVER = """
-import asyncio, sys
+import asyncio, errno, fcntl, os, sys
+from lenspool.datasets import claims
 from lenspool.testing import FakePool
 from tests.datasets.conftest import HOOKS, numbered
+
+def no_locks(fd, mode):
+    raise OSError(errno.ENOLCK, "No locks available")
+
+if sys.argv[3] == "hosts":  # a host of its own, and a shared folder that has no locks
+    fcntl.flock = no_locks
+    claims._host = lambda: f"host-{os.getpid()}"
+    claims.BEAT_S, claims.LEASE_S = 0.05, 0.5
 
 async def main():
     dataset = await FakePool(store=sys.argv[1]).client().dataset("killed", numbered(int(sys.argv[2])), HOOKS, chunk=10)
@@ -166,9 +179,10 @@ asyncio.run(main())
 """
 
 
-def _driver(store: Path, rows: int) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", _DRIVER, str(store), str(rows)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2])
+def _driver(store: Path, rows: int, where: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", _DRIVER, str(store), str(rows), where]
+    env = {**os.environ, **({"LENSPOOL_NETWORK_STORE": "1"} if where == "hosts" else {})}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2], env=env)
 
 
 @contextlib.contextmanager
@@ -187,16 +201,17 @@ async def _until(parts: Path, count: int, driver: subprocess.Popen[str]) -> None
         await asyncio.sleep(0.002)
 
 
-async def test_drivers_that_share_the_work_and_are_killed_make_the_same_dataset(tmp_path: Path) -> None:
+@pytest.mark.parametrize("where", ["processes", "hosts"])
+async def test_drivers_that_share_the_work_and_are_killed_make_the_same_dataset(tmp_path: Path, where: str) -> None:
     expected = (await FakePool(store=tmp_path / "whole").client().dataset("killed", ROWS, HOOKS, chunk=10)).hash
     parts = tmp_path / "store" / "datasets" / "killed" / "parts"
     chosen = sorted(random.Random(5).sample(range(2, 24), 3))
-    drivers = [_driver(tmp_path / "store", 300) for _ in range(2)]
+    drivers = [_driver(tmp_path / "store", 300, where) for _ in range(2)]
     with _ended(drivers):
         async with asyncio.timeout(120):
             for kill, count in enumerate(chosen):
                 if kill == 2:
-                    drivers += [_driver(tmp_path / "store", 300) for _ in range(2)]
+                    drivers += [_driver(tmp_path / "store", 300, where) for _ in range(2)]
                 await _until(parts, count, drivers[kill])
                 os.kill(drivers[kill].pid, signal.SIGKILL)
                 drivers[kill].wait()
@@ -205,5 +220,77 @@ async def test_drivers_that_share_the_work_and_are_killed_make_the_same_dataset(
     assert answer.strip() == expected
     dataset = Dataset(parts.parent)
     assert len(dataset) == 300 and all(len(dataset.matrix(i, HOOKS[1])) for i in range(300))
-    assert len(pins := Store(tmp_path / "store", read_only=True).pins.all()) == 30
-    assert sum(map(len, pins.values())) == 300
+    pins = Store(tmp_path / "store", read_only=True).pins.all()
+    assert len(set().union(*pins.values())) == 300
+
+
+async def test_rows_that_come_once_go_on_after_a_driver_of_another_host(
+    pool: FakePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody can tell that it is dead but by its pulse; a chunk that it had must not go by meanwhile."""
+    monkeypatch.setattr(claims, "LEASE_S", 0.3)
+    expected = (await pool.client().dataset("whole", ROWS[:40], HOOKS, chunk=10)).hash
+    folder = pool.store.path / "datasets" / "once" / "claims"  # type: ignore[union-attr]
+    folder.mkdir(parents=True)
+    (folder / "00000001").write_text("driver-dead")
+    (folder / "driver-dead").write_text("000000000007 elsewhere 1 2\n")
+    async with asyncio.timeout(30):
+        dataset = await pool.client().dataset("once", iter(ROWS[:40]), HOOKS, chunk=10)
+    assert dataset.hash == expected and not list(folder.iterdir())
+
+
+def test_a_claim_is_had_by_one_and_outlives_neither_its_driver_nor_a_silence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(claims, "BEAT_S", 0.02)
+    monkeypatch.setattr(claims, "LEASE_S", 0.4)
+    one, two = claims.Claims(tmp_path), claims.Claims(tmp_path)
+    one.open()
+    two.open()
+    assert one.take(3) and not two.take(3) and not two.free(3) and two.take(4)
+    one.release(3)
+    assert two.take(3)
+    two.release(3)
+    assert one.take(3)
+    end = time.monotonic() + 1.0
+    while time.monotonic() < end:  # it lives, and so nobody else gets it
+        assert not two.take(3)
+    (tmp_path / one.driver).rename(tmp_path / "kept")
+    assert two.take(3), "a driver without a pulse has ended"
+    one.release(3)
+    assert not one.take(3), "it is the other's now"
+    one.close()
+    two.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
+
+
+def test_a_dataset_that_is_finished_while_a_chunk_is_done_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever writes the manifest last, it is of the parts that there are."""
+    folder = Folder(tmp_path / "d")
+    folder.begin({"hooks": ["h"]}, {"name": "d"})
+    failed = {"row": 0, "error": "WorkerLost", "message": "", "passing": True}
+    whole = {"tokens": [1, 2], "rows": [[0, 0, 2]]}
+
+    def put(line: dict[str, Any], passing: int) -> None:
+        header = {"chunk": 0, "rows": 1, "digest": "x", "failures": passing, "passing": passing}
+        Folder(folder.path).put(0, header, [line])
+
+    put(failed, 1)
+    finish, interrupted = folder._finish, []
+
+    def slow(chunks: int) -> dict[str, Any]:
+        manifest = finish(chunks)
+        if not interrupted:
+            interrupted.append(manifest)
+            put(whole, 0)
+            Folder(folder.path).finish(1)
+            (folder.path / "manifest.json").write_text(json.dumps(manifest))  # the slow one writes after the other
+        return manifest
+
+    monkeypatch.setattr(folder, "_finish", slow)
+    folder.finish(1)
+    manifest = folder.manifest()
+    assert manifest is not None and manifest["failures"] == 0 and manifest["hash"] != interrupted[0]["hash"]
+    assert len(np.load(folder.index_path)) == 1

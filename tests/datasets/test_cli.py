@@ -55,7 +55,9 @@ async def test_a_job_that_was_left_tells_how_far_it_is(tmp_path: Path) -> None:
     assert status["finished"] and status["failures"] == 1 and status["rows"] == 40
     (failure,) = run("failures", "left", "--store", str(tmp_path / "store"))
     assert failure["row"] == 3
-    assert run("release", "left", "--store", str(tmp_path / "store")) == {"name": "left", "pins": 8}
+    released = run("release", "left", "--store", str(tmp_path / "store"))
+    assert released["name"] == "left" and released["pins"] >= 8  # of each chunk, by each driver that had it
+    assert pool.store is not None and not pool.store.pins.all()
 
 
 @pytest.mark.parametrize(

@@ -130,6 +130,14 @@ async def test_the_shell_completes_names_from_the_pool(client: Client) -> None:
         assert hooks == ["blocks.3.hook_resid_post", "blocks.3.hook_resid_pre"]
 
 
+async def test_the_demo_model_says_where_it_is(smollm2: Path) -> None:
+    command = [sys.executable, "-m", "lenspool.cli", "demo-model", "--json"]
+    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    async with asyncio.timeout(60):
+        out, _ = await process.communicate()
+    assert process.returncode == 0 and json.loads(out) == {"folder": str(smollm2)}
+
+
 async def test_errors_are_one_line_and_a_status(client: Client) -> None:
     code, out, err = await run(client, "capture", "Hello", "resid_post.99")
     assert code == 1 and not out

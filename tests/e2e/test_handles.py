@@ -22,7 +22,7 @@ async def main(url):
         direction = [1.0] * 576
         capture = await client.submit_capture("Left by its script", ["resid_post.3", "resid_post.7"], positions=[0, -1],
                                               interventions=add("resid_post.2", direction))
-        generation = await client.submit_generate("Left, too", max_tokens=5, hooks="resid_post.3", lane="batch")
+        generation = await client.submit_generate("Left, too", max_tokens=5, hooks="resid_post.3", priority="batch")
         print(json.dumps([capture.id, generation.id]))
 
 asyncio.run(main(sys.argv[1]))
@@ -110,5 +110,5 @@ async def test_unknown_id(client: Client) -> None:
         await client.job("0" * 40).result()
     assert caught.value.field == "id"
     with pytest.raises(InvalidJob) as caught:
-        await client.submit_capture("x", "resid_post.3", lane="fast")  # type: ignore[arg-type]
-    assert caught.value.field == "lane"
+        await client.submit_capture("x", "resid_post.3", priority="fast")  # type: ignore[arg-type]
+    assert caught.value.field == "priority"

@@ -12,17 +12,20 @@ import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
 import torch
 import transformers
+from opentelemetry.sdk.trace import TracerProvider
 
 import lenspool
 import lenspool.sync
 from lenspool import Client, PoolUnavailable
 from lenspool.broker import Broker
 from tests import tiny_llama
+from tests.e2e.collector import collector
 from tests.e2e.conftest import relative
 
 HOOKS = ["blocks.*.hook_resid_post", "logits"]
@@ -34,10 +37,13 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextlib.contextmanager
-def worker(tiny: Path, url: str, store: Path, *options: str) -> Iterator[subprocess.Popen[bytes]]:
+def worker(
+    tiny: Path, url: str, store: Path, *options: str, stdout: int | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
     """A worker as `lenspool worker` starts it; killed at the end if it still runs."""
     command = [sys.executable, "-m", "lenspool.cli", "worker", "--no-compiled", "--model", str(tiny)]
-    process = subprocess.Popen([*command, "--redis", url, "--store", str(store), *options], start_new_session=True)
+    command += ["--redis", url, "--store", str(store), *options]
+    process = subprocess.Popen(command, start_new_session=True, stdout=stdout)
     try:
         yield process
     finally:
@@ -64,6 +70,15 @@ async def group_gone(group: int) -> None:
 
 
 @pytest.fixture
+def spans(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, Any]]]:
+    """Spans that pools export which are started meanwhile."""
+    with collector() as (address, found):
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", address)
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf")
+        yield found
+
+
+@pytest.fixture
 async def broker() -> AsyncIterator[Broker]:
     with Broker() as running:
         yield running
@@ -71,9 +86,11 @@ async def broker() -> AsyncIterator[Broker]:
 
 async def test_sigterm_in_the_middle_of_work_loses_nothing(tiny: Path, broker: Broker, tmp_path: Path) -> None:
     async with Client(broker.url, store=tmp_path / "store") as client:
-        with worker(tiny, broker.url, tmp_path / "store") as first:
-            await served(client)
+        with worker(tiny, broker.url, tmp_path / "store", "--json", stdout=subprocess.PIPE) as first:
+            assert first.stdout is not None
+            said = json.loads(await asyncio.wait_for(asyncio.to_thread(first.stdout.readline), 240))
             card = await client.card()
+            assert said == {"redis": broker.url, "model": card.id, "store": str(tmp_path / "store")}
             assert card.name == "tiny-llama" and card.tokenizer is None
             long = [
                 asyncio.create_task(client.generate([5, i], max_tokens=400, ignore_eos=True, hooks="resid_post.1"))
@@ -126,10 +143,12 @@ async def test_without_a_worker_a_call_fails_instead_of_hanging(broker: Broker) 
             pass
 
 
-def test_sync_twin_and_embedded_pool(tiny: Path, tmp_path: Path) -> None:
+def test_sync_twin_and_embedded_pool(tiny: Path, tmp_path: Path, spans: list[tuple[str, Any]]) -> None:
     options = {"name": "mine", "client_queue": 7, "metrics_port": 0}
+    tracer = TracerProvider().get_tracer("a script")
     with lenspool.sync.connect_local(tiny, store=tmp_path / "store", **options) as client:
-        first = client.capture([1, 2, 3], HOOKS)
+        with tracer.start_as_current_span("experiment") as experiment:
+            first = client.capture([1, 2, 3], HOOKS)
         assert first["logits"].shape == (3, 1000)
         assert [r.cached for r in client.map([[1, 2, 3], [4]], HOOKS)] == [True, False]
         assert client.models()[0].name == "mine"
@@ -141,6 +160,11 @@ def test_sync_twin_and_embedded_pool(tiny: Path, tmp_path: Path) -> None:
             assert server.hget(limits, "client") == b"7"
             assert json.loads(server.get(card))["metrics_port"] > 0
     assert not Path(url.removeprefix("unix://")).exists()
+    trace = experiment.get_span_context().trace_id
+    ((service, run),) = [(service, span) for service, span in spans if int.from_bytes(span.trace_id, "big") == trace]
+    assert (service, run.name) == ("lenspool-worker", "lenspool.job") and run.parent_span_id
+    told = {pair.key: pair.value for pair in run.attributes}
+    assert told["lenspool.computed_rows"].int_value == first.provenance["computed_rows"]
 
 
 def test_embedded_pool_that_cannot_start_says_why(tmp_path: Path) -> None:

@@ -210,7 +210,7 @@ async def test_a_wrong_call_is_refused_by_name(body: dict[str, Any], words: str)
         ({"capture": "blocks.0.hook_nope"}, UnknownHook, "hook_nope"),
         ({"capture": ["ln_final.hook_out"], "inline": True}, InvalidJob, "ln_final.hook_out"),
         ({"gpu_memory_utilization": 0.5}, InvalidJob, "gpu_memory_utilization"),
-        ({"lane": "fast"}, InvalidJob, "interactive"),
+        ({"priority": "fast"}, InvalidJob, "interactive"),
         ({"interventions": {"99:resid_post": {"op": "suppress"}}}, InvalidJob, "2 layers"),
         ({"interventions": {"0:resid_post": {"op": "add", "value": np.ones(16)}}}, InvalidJob, "JSON"),
     ],

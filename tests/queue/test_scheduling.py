@@ -11,7 +11,7 @@ import pytest
 from lenspool import keys
 from lenspool.errors import DeadlineExceeded, InvalidJob, JobCancelled, QueueFull
 from lenspool.queue import JobQueue
-from lenspool.terms import Lane, Terms
+from lenspool.terms import Priority, Terms
 from lenspool.ticket import JobTicket, answer_of
 from tests.queue.conftest import CARD, Connect, Pool, doc, started, until
 
@@ -38,7 +38,7 @@ async def results(tickets: Iterable[JobTicket]) -> None:
 
 @pytest.mark.parametrize(("lane", "count"), [("interactive", 2_000), ("batch", 20_000)])
 async def test_flood_delays_a_single_job_by_one_batch_at_most(
-    pool: Pool, connect: Connect, lane: Lane, count: int
+    pool: Pool, connect: Connect, lane: Priority, count: int
 ) -> None:
     """Also in the very lane that is flooded."""
     places, terms = 16, Terms(lane)
@@ -234,7 +234,7 @@ async def test_limits_of_queue_and_run_are_separate(pool: Pool, connect: Connect
 @pytest.mark.parametrize(
     ("make", "field"),
     [
-        (lambda: Terms("fast"), "lane"),  # type: ignore[arg-type]
+        (lambda: Terms("fast"), "priority"),  # type: ignore[arg-type]
         (lambda: Terms(queue_timeout=0), "queue_timeout"),
         (lambda: Terms(run_timeout=float("nan")), "run_timeout"),
     ],

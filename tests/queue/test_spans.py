@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -96,3 +97,17 @@ def test_without_opentelemetry_nothing_is_traced() -> None:
     )
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert answer.stdout.split() == ["3", "''"]
+
+
+@pytest.mark.parametrize(("exporter", "words"), [("console", '"service.name": "mine"'), ("carrier-pigeon", "console")])
+def test_a_program_exports_where_the_environment_says(exporter: str, words: str) -> None:
+    """And says what there is where it cannot."""
+    code = (
+        "import asyncio, logging; logging.basicConfig(); from lenspool.span_export import export_spans\n"
+        "from lenspool.testing import FakePool\n"
+        "export_spans('mine'); asyncio.run(FakePool().client().capture('abc', 'resid_post.0'))"
+    )
+    env = {**os.environ, "OTEL_TRACES_EXPORTER": exporter}
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env)
+    assert words in answer.stdout + answer.stderr
+    assert ('"name": "lenspool.capture"' in answer.stdout) == (exporter == "console")

@@ -18,7 +18,7 @@ from lenspool.retrying import persistent
 from lenspool.testing import FakePool
 
 PROJECT = 'redis = "redis://project"\nmodel = "theirs"\nretries = 2\nstore = "rows"\n'
-USER = 'redis = "redis://user"\nstore = false\nlane = "batch"\npatience = 7\n'
+USER = 'redis = "redis://user"\nstore = false\npriority = "batch"\npatience = 7\n'
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_what_is_nearest_comes_first(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = config.settings()
-    assert found.values["redis"] == "redis://project" and found.values["lane"] == "batch"
+    assert found.values["redis"] == "redis://project" and found.values["priority"] == "batch"
     assert found.values["store"] == str(project / "rows")  # a relative folder is the file's, wherever one works
     assert found.origins["redis"] == str(project / "lenspool.toml")
     assert found.origins["patience"].endswith("home/lenspool/config.toml")
@@ -49,7 +49,10 @@ def test_what_is_nearest_comes_first(project: Path, monkeypatch: pytest.MonkeyPa
     assert (client.url, client.model) == ("redis://environment", "theirs")
     assert config.settings().origins["redis"] == "LENSPOOL_REDIS"
     assert Client("redis://argument", model="mine").url == "redis://argument"
-    assert client.with_options(retries=0)._options == {"lane": "batch", "retries": 0}
+    monkeypatch.setenv("LENSPOOL_PRIORITY", "interactive")
+    monkeypatch.setenv("LENSPOOL_TIMEOUT", "2.5")
+    assert Client()._options == {"priority": "interactive", "timeout": 2.5, "retries": 2}
+    assert client.with_options(retries=0)._options == {"priority": "batch", "retries": 0}
 
 
 def test_a_file_above_the_project_is_not_read(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +82,7 @@ def test_one_file_may_stand_for_both(project: Path, monkeypatch: pytest.MonkeyPa
         ('redist = "x"', "redist"),
         ("redis = 5", "redis"),
         ("store = true", "store"),
-        ('lane = "fast"', "lane"),
+        ('priority = "fast"', "priority"),
         ("timeout = 0", "timeout"),
         ("patience = -1", "patience"),
         ("retries = 1.5", "retries"),
@@ -94,17 +97,32 @@ def test_a_wrong_setting_is_refused_by_name(project: Path, line: str, field: str
     assert caught.value.field == field and caught.value.allowed
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "allowed"), [("priority", "fast", "interactive, batch"), ("retries", "x", "int")]
+)
+def test_a_wrong_variable_is_refused_by_name(
+    project: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str, allowed: str
+) -> None:
+    variable = config.ENVIRONMENT[name]
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(InvalidJob, match=f"'{value}' in {variable}") as caught:
+        Client()
+    assert caught.value.field == name and allowed in caught.value.allowed
+
+
 async def test_a_view_has_other_defaults_and_the_same_pool() -> None:
     client = FakePool().client()
-    view = client.with_options(timeout=5, lane="batch").with_options(timeout=7)
-    assert view._options == {"timeout": 7, "lane": "batch"} and client._options.keys().isdisjoint({"timeout", "lane"})
+    view = client.with_options(timeout=5, priority="batch").with_options(timeout=7)
+    assert view._options == {"timeout": 7, "priority": "batch"} and client._options.keys().isdisjoint(
+        {"timeout", "priority"}
+    )
     assert view._queue is client._queue and view._shared is client._shared
-    assert view._manner({"lane": "interactive"}).terms.lane == "interactive"
+    assert view._manner({"priority": "interactive"}).terms.lane == "interactive"
     assert view._manner({}).timeout == 7
     hook = "resid_post.0"
     assert ((await view.capture("x", hook))[hook] == (await client.capture("x", hook))[hook]).all()
-    wrong: Any = {"lane": "fast"}
-    with pytest.raises(InvalidJob, match="lane"):
+    wrong: Any = {"priority": "fast"}
+    with pytest.raises(InvalidJob, match="priority"):
         client.with_options(**wrong)
     with pytest.raises(InvalidJob, match="retries"):
         await client.capture("x", hook, retries=-1)
@@ -125,7 +143,7 @@ async def test_an_argument_that_no_call_has_is_named_with_the_nearest() -> None:
     with pytest.raises(TypeError, match="timeout"):
         await client.submit_capture("x", "embed", timeout=3)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="priority"):
-        client.with_options(priority="batch")  # type: ignore[call-arg]
+        client.with_options(lane="batch")  # type: ignore[call-arg]
 
 
 async def test_calls_are_made_again_after_errors_that_pass(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,7 +176,7 @@ async def test_calls_are_made_again_after_errors_that_pass(monkeypatch: pytest.M
 async def test_a_client_is_closed_once_for_all_its_views() -> None:
     client = Client("redis://localhost:1", patience=0.2)
     async with asyncio.timeout(30):
-        await client.with_options(lane="batch").close()
+        await client.with_options(priority="batch").close()
         with pytest.raises(RuntimeError, match="closed"):
             await client.capture("x", "embed")
 

@@ -13,7 +13,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import IO, Annotated, Any, get_args, get_type_hints
 
 import typer
 
@@ -29,8 +29,12 @@ StoreFolder = Annotated[Path, typer.Option("--store", envvar="LENSPOOL_STORE", h
 EngineOptions = Annotated[str, typer.Option("--engine", help="vLLM engine arguments as a JSON object.")]
 Compiled = Annotated[bool, typer.Option(help="torch.compile the model: slower to boot, faster to run.")]
 Insecure = Annotated[bool, typer.Option("--insecure", help="Accept a remote Redis without a password.")]
-ReadyFd = Annotated[int | None, typer.Option(hidden=True, help="Write one JSON line here when ready.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one line of JSON when ready: redis, model, store.")]
+Json = Annotated[
+    bool,
+    typer.Option(
+        "--json", help="Print redis, model and store as one line of JSON when ready; nothing else goes to stdout."
+    ),
+]
 FollowParent = Annotated[bool, typer.Option("--follow-parent", hidden=True, help="Stop when stdin is closed.")]
 
 
@@ -75,7 +79,8 @@ def worker(
     options: WorkerOptions,
 ) -> None:
     """Serve a model to a pool whose Redis runs already."""
-    _run(_settings(model, redis, store, engine, compiled, insecure, options), None, False, as_json)
+    out = _own_stdout()
+    _run(_settings(model, redis, store, engine, compiled, insecure, options), out, False, as_json)
 
 
 @app.command()
@@ -89,17 +94,17 @@ def up(
     compiled: Compiled = False,
     insecure: Insecure = False,
     as_json: Json = False,
-    ready_fd: ReadyFd = None,
     follow_parent: FollowParent = False,
     options: WorkerOptions,
 ) -> None:
     """Start a whole pool on this machine: a Valkey server, a store and one worker."""
     from lenspool.broker import Broker
 
+    out = _own_stdout()
     with contextlib.ExitStack() as stack:
         url = redis or stack.enter_context(Broker()).url
         settings = _settings(model, url, store or default_store(), engine, compiled, insecure, options)
-        _run(settings, ready_fd, follow_parent, as_json)
+        _run(settings, out, follow_parent, as_json)
 
 
 @app.command()
@@ -129,20 +134,28 @@ def _settings(
     return Settings(model, redis, store, engine=arguments, insecure=insecure, **options)
 
 
-def _run(settings: Any, ready_fd: int | None, follow_parent: bool, as_json: bool) -> None:
+def _own_stdout() -> IO[str]:
+    """Stdout for this program alone; what vLLM and its processes print there goes to stderr from now on."""
+    sys.stdout.flush()
+    own = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    return own
+
+
+def _run(settings: Any, out: IO[str], follow_parent: bool, as_json: bool) -> None:
+    from lenspool.span_export import export_spans
     from lenspool_worker.server import serve
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
 
+    export_spans("lenspool-worker")
+
     def ready(card: ModelCard) -> None:
         where = {"redis": settings.redis, "model": card.id, "store": card.store_path}
-        if ready_fd is not None:
-            with os.fdopen(ready_fd, "w") as stream:
-                json.dump(where, stream)
-        elif as_json:
-            print(json.dumps(where), flush=True)
+        if as_json:
+            print(json.dumps(where), file=out, flush=True)
         else:
-            print(f"serving {card.id}\n  redis  {settings.redis}\n  store  {card.store_path}", flush=True)
+            print(f"serving {card.id}\n  redis  {settings.redis}\n  store  {card.store_path}", file=out, flush=True)
 
     async def main() -> None:
         stop = asyncio.Event()

@@ -10,6 +10,7 @@ from typing import Annotated, Any, NoReturn, TypeVar
 
 import typer
 
+from lenspool import terms
 from lenspool.client import Client
 from lenspool.errors import LenspoolError
 
@@ -19,12 +20,16 @@ _PATIENCE_S = 10.0
 _COMPLETION_S = 1.5
 
 
-def ask(redis: str | None, model: str | None, work: Callable[[Client], Awaitable[T]]) -> T:
-    """Run one piece of work with a client; a lenspool error becomes one line and exit status 1."""
+def ask(redis: str | None, model: str | None, work: Callable[[Client], Awaitable[T]], **options: Any) -> T:
+    """Run one piece of work with a client; a lenspool error becomes one line and exit status 1.
+
+    Options of calls (`lenspool.client.Options`) that are None are those that are set outside of the command.
+    """
+    given: Any = {name: value for name, value in options.items() if value is not None}
 
     async def main() -> T:
         async with Client(redis, model=model, patience=_PATIENCE_S) as client:
-            return await work(client)
+            return await work(client.with_options(**given))
 
     try:
         return asyncio.run(main())
@@ -80,5 +85,16 @@ Redis = Annotated[str | None, typer.Option(envvar="LENSPOOL_REDIS", help="redis:
 Model = Annotated[
     str | None,
     typer.Option(envvar="LENSPOOL_MODEL", help="Name of a served model.", autocompletion=model_names),
+]
+Priority = Annotated[
+    terms.Priority | None,
+    typer.Option(help="Whether somebody waits for it, or others may pass.", envvar="LENSPOOL_PRIORITY"),
+]
+Timeout = Annotated[
+    float | None, typer.Option(help="Seconds after which to give up; default: never.", envvar="LENSPOOL_TIMEOUT")
+]
+Retries = Annotated[
+    int | None,
+    typer.Option(min=0, help="Tries after the first when the pool is full or gone.", envvar="LENSPOOL_RETRIES"),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]

@@ -47,6 +47,9 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Key = Annotated[str, typer.Argument(help="Key of a run or an entry in hex, or its first characters (at least 4).")]
 Keys = Annotated[list[str], typer.Argument(help="Keys of runs or entries in hex, or their first characters.")]
 
+Pin = Annotated[str, typer.Argument(help="Name of a pin.")]
+File = Annotated[Path, typer.Argument(help="An HDF5 file.")]
+
 _SHORT = 12  # hex digits of a key in a table
 
 
@@ -147,7 +150,7 @@ def show(key: Key, store: Folder, as_json: Json = False) -> None:
 
 
 @app.command()
-def pin(name: str, keys: Keys, store: Folder, as_json: Json = False) -> None:
+def pin(name: Pin, keys: Keys, store: Folder, as_json: Json = False) -> None:
     """Keep runs or entries under a name, whatever the limits."""
     with _opened(store, write=True) as opened:
         opened.pins.add(name, _full_keys(opened, keys))
@@ -155,7 +158,7 @@ def pin(name: str, keys: Keys, store: Folder, as_json: Json = False) -> None:
 
 
 @app.command()
-def unpin(name: str, store: Folder, as_json: Json = False) -> None:
+def unpin(name: Pin, store: Folder, as_json: Json = False) -> None:
     """Give a name up."""
     with _opened(store, write=True) as opened:
         if not opened.pins.remove(name):
@@ -202,7 +205,7 @@ def check(
 
 
 @app.command()
-def export(file: Path, keys: Keys, store: Folder, as_json: Json = False) -> None:
+def export(file: File, keys: Keys, store: Folder, as_json: Json = False) -> None:
     """Write runs or entries to a plain HDF5 file."""
     with _opened(store) as opened:
         entries = [entry for key in _full_keys(opened, keys) for entry in catalog(opened, key.hex())]
@@ -211,7 +214,7 @@ def export(file: Path, keys: Keys, store: Folder, as_json: Json = False) -> None
 
 
 @app.command("import")
-def import_(file: Path, store: Folder, as_json: Json = False) -> None:
+def import_(file: File, store: Folder, as_json: Json = False) -> None:
     """Put what `export` wrote into a store."""
     with _opened(store, write=True) as opened:
         _show({"file": str(file), "bytes": import_file(opened, file)}, as_json)

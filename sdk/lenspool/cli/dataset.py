@@ -16,10 +16,11 @@ from typing import Annotated, Any
 import typer
 
 from lenspool import feeds
-from lenspool.cli.asking import Json, Model, Redis, fail, print_json
+from lenspool.cli.asking import Json, Model, Priority, Redis, fail, print_json
 from lenspool.client import Client
 from lenspool.datasets.folder import Folder
 from lenspool.datasets.manifest import Dataset
+from lenspool.datasets.options import DatasetOptions
 from lenspool.errors import InvalidJob, LenspoolError
 
 app = typer.Typer(no_args_is_help=True, help="Activations of many prompts: capture, look, hand on.")
@@ -80,7 +81,7 @@ def _summary(dataset: Dataset) -> dict[str, Any]:
 
 @app.command()
 def build(
-    name: str,
+    name: Annotated[str, typer.Argument(help="Of the dataset.")],
     file: Annotated[Path, typer.Argument(help="Rows: a .jsonl, .parquet or .csv file.")],
     hook: Annotated[list[str], typer.Option(help="Hooks or readouts to capture; may be repeated.")],
     prompt: Annotated[str, typer.Option(help="Column of the prompt.")] = "text",
@@ -92,29 +93,30 @@ def build(
     chunk: Annotated[int, typer.Option(min=1, help="Rows that are done together.")] = 512,
     concurrency: Annotated[int, typer.Option(min=1, help="Captures in flight.")] = 256,
     folder: Annotated[Path | None, typer.Option(help="Where the dataset is; default in the store.")] = None,
+    priority: Priority = None,
     redis: Redis = None,
     model: Model = None,
     as_json: Json = False,
 ) -> None:
     """Capture all rows of a file. May be killed: the same command goes on; several of them share the work."""
+    options: DatasetOptions = {
+        "prompt": prompt,
+        "columns": column or None,
+        "context": context,
+        "separator": separator,
+        "begin": begin,
+        "max_length": max_length,
+        "chunk": chunk,
+        "concurrency": concurrency,
+        "folder": folder,
+        "progress": not as_json,
+    }
+    if priority is not None:
+        options["priority"] = priority
 
     async def work() -> Dataset:
         async with Client(redis, model=model) as client:
-            return await client.dataset(
-                name,
-                file,
-                hook,
-                prompt=prompt,
-                columns=column or None,
-                context=context,
-                separator=separator,
-                begin=begin,
-                max_length=max_length,
-                chunk=chunk,
-                concurrency=concurrency,
-                folder=folder,
-                progress=not as_json,
-            )
+            return await client.dataset(name, file, hook, **options)
 
     with _errors():
         _show(_summary(asyncio.run(work())), as_json)

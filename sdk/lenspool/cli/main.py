@@ -11,6 +11,7 @@ import typer
 
 import lenspool
 from lenspool.cli import cache, dataset, doctor, pool, queue, runs
+from lenspool.span_export import export_spans
 
 app = typer.Typer(no_args_is_help=True, help="Activations of any prompt from a shared pool of vLLM workers.")
 
@@ -30,6 +31,7 @@ def main(
     ] = False,
 ) -> None:
     """Activations of any prompt from a shared pool of vLLM workers."""
+    export_spans("lenspool")
 
 
 def _run_worker(command: str, arguments: list[str]) -> None:

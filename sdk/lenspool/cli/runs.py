@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lenspool.cli import files
-from lenspool.cli.asking import Json, Model, Redis, ask, fail, hook_names, print_json
+from lenspool.cli.asking import Json, Model, Priority, Redis, Retries, Timeout, ask, fail, hook_names, print_json
 from lenspool.client import Client
 from lenspool.errors import InvalidJob
 from lenspool.result import Generation
@@ -20,7 +20,7 @@ Positions = Annotated[str, typer.Option(help='"all", "last", or ints like "0,-1"
 
 
 def capture(
-    prompt: str,
+    prompt: Annotated[str, typer.Argument(help="A text.")],
     hook: Annotated[
         list[str],
         typer.Argument(help="Hook names, short forms, globs or readouts.", autocompletion=hook_names),
@@ -30,6 +30,9 @@ def capture(
         Path | None,
         typer.Option(help="Write the arrays to this .npz, .safetensors or .h5 file (bfloat16 stays in safetensors)."),
     ] = None,
+    priority: Priority = None,
+    timeout: Timeout = None,
+    retries: Retries = None,
     redis: Redis = None,
     model: Model = None,
     as_json: Json = False,
@@ -50,7 +53,7 @@ def capture(
         about |= {"positions": result.positions.tolist()}
         return {**about, "tokens": result.tokens, "cached": result.cached, "hooks": rows}, arrays
 
-    document, arrays = ask(redis, model, work)
+    document, arrays = ask(redis, model, work, priority=priority, timeout=timeout, retries=retries)
     if out is not None:
         try:
             files.write(out, arrays, {name: document[name] for name in ("prompt", "model", "token_ids", "positions")})
@@ -79,10 +82,13 @@ def _mean_norm(array: np.ndarray) -> float:
 
 
 def generate(
-    prompt: str,
-    max_tokens: Annotated[int, typer.Option(min=1)] = 32,
-    temperature: Annotated[float, typer.Option(min=0.0)] = 0.0,
-    seed: int | None = None,
+    prompt: Annotated[str, typer.Argument(help="A text.")],
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to make.")] = 32,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token.")] = 0.0,
+    seed: Annotated[int | None, typer.Option(help="Of the random numbers, where temperature is above 0.")] = None,
+    priority: Priority = None,
+    timeout: Timeout = None,
+    retries: Retries = None,
     redis: Redis = None,
     model: Model = None,
     as_json: Json = False,
@@ -98,7 +104,7 @@ def generate(
             print(f"\n{prompt}{stream.result.text}", end="")
         return stream.result
 
-    result = ask(redis, model, work)
+    result = ask(redis, model, work, priority=priority, timeout=timeout, retries=retries)
     if as_json:
         print_json({"text": result.text, "token_ids": result.token_ids, "finish_reason": result.finish_reason})
     else:

@@ -27,8 +27,8 @@ class Calls(Requesting):
             Names, aliases, short forms or globs: `"blocks.*.hook_resid_post"`, `"resid_post.5"`, `"logits"`; and
             readouts of them: `top_k("logits", 10)`, see `lenspool.readouts`.
         options
-            `positions="all"`, `interventions=()`; and of every call `lane`, `timeout`, `queue_timeout`, `run_timeout`,
-            `retries`, `reuse`: see `lenspool.client.CaptureOptions` and `Options`.
+            `positions="all"`, `interventions=()`; and of every call `priority`, `timeout`, `queue_timeout`,
+            `run_timeout`, `retries`, `reuse`: see `lenspool.client.CaptureOptions` and `Options`.
 
         Returns
         -------

@@ -32,7 +32,7 @@ class Many(Calls):
     ) -> AsyncIterator[Any]:
         """Capture many prompts, at most `concurrency` at a time; prompts are drawn as results are taken.
 
-        The jobs wait in the batch lane, unless `lane="interactive"` is given.
+        The jobs' priority is `"batch"`, unless `priority="interactive"` is given.
 
         Memory is bounded whatever the number of prompts: there are at most `concurrency` captures that have not been
         taken. With the store at hand they hold no rows before they are looked at; through Redis each holds its rows,
@@ -82,7 +82,7 @@ class Many(Calls):
         names = [hooks] if isinstance(hooks, (str, Readout)) else list(hooks)
         concurrency = check_integer("concurrency", options.get("concurrency", _CONCURRENCY), 1, None)
         each: Any = {name: value for name, value in options.items() if name in CaptureOptions.__annotations__}
-        each = {"lane": "batch", **self._options, **each}
+        each = {"priority": "batch", **self._options, **each}
 
         async def call(prompt: Prompt) -> Capture:
             return await self.capture(prompt, names, **each)

@@ -34,12 +34,12 @@ class Requesting(Connection):
         Parameters
         ----------
         options
-            `lane`, `timeout`, `queue_timeout`, `run_timeout`, `retries`, `reuse`; see `lenspool.client.Options`. A
+            `priority`, `timeout`, `queue_timeout`, `run_timeout`, `retries`, `reuse`; see `lenspool.client.Options`. A
             call's own arguments come before them.
 
         Examples
         --------
-        >>> patient = client.with_options(lane="batch", retries=5)  # doctest: +SKIP
+        >>> patient = client.with_options(priority="batch", retries=5)  # doctest: +SKIP
 
         Raises
         ------

@@ -6,29 +6,29 @@ import asyncio
 import contextlib
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from lenspool import entries
-from lenspool import readouts as ro
-from lenspool.arguments import Manner, check_names
-from lenspool.card import ModelCard
-from lenspool.datasets.folder import VERSION, Folder
+from lenspool.arguments import check_names
+from lenspool.datasets.claims import Claims
+from lenspool.datasets.folder import Folder
 from lenspool.datasets.manifest import Dataset, pin_name
 from lenspool.datasets.options import DatasetOptions
 from lenspool.datasets.packing import Packing, Sequence
 from lenspool.datasets.sources import Source, SourceRow, digest
+from lenspool.datasets.spec import Asked, spec_of
 from lenspool.errors import CacheFull, InvalidJob, LenspoolError, PoolUnavailable, QueueFull
-from lenspool.interventions import ArrayRef, Intervention, as_float32, listed
+from lenspool.interventions import listed
 from lenspool.job import Request, closed
 from lenspool.many import in_flight
 from lenspool.progress import progress_bar
 from lenspool.readouts import Readout
 from lenspool.result import Capture
 from lenspool.sampling import check_integer
-from lenspool_cache import Store, array_digest
+from lenspool_cache import Store
 
 if TYPE_CHECKING:
     from lenspool.client.requesting import Requesting
@@ -41,62 +41,10 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What is captured of each sequence, and how the pool is asked."""
-
-    hooks: list[str | Readout]
-    positions: Any
-    interventions: list[Intervention]
-    how: Manner
-
-
-@dataclass(frozen=True)
 class _Chunk:
     number: int
     rows: list[SourceRow]
     digest: str
-
-
-def spec_of(card: ModelCard, asked: Asked, packing: Packing, chunk: int) -> dict[str, Any]:
-    """What the sequences of a dataset and their activations follow from, beside its rows."""
-    ranges = [(0, 2)]
-    names, _ = ro.resolve(asked.hooks, card, ranges, 2, 2, generating=False)
-    if not names:
-        raise InvalidJob("hooks", "no hook was asked for", "at least one hook name")
-    return {
-        "v": VERSION,
-        "model": card.id,
-        "hooks": list(dict.fromkeys(map(_shown, names))),
-        "positions": _settled(asked.positions),
-        "interventions": _settled(asked.interventions),
-        "packing": vars(packing),
-        "chunk": chunk,
-    }
-
-
-def _shown(name: str) -> str:
-    """A hook or readout as it is asked for: a reduction without the positions that it is over."""
-    if not entries.is_readout(name):
-        return name
-    entry = entries.parse(name).whole
-    return entries.Entry(entry.hook, entry.op, () if entry.reduces else entry.args, entry.lens).name
-
-
-def _settled(value: Any) -> Any:
-    """An argument as JSON that differs where the argument does; arrays by digest."""
-    if isinstance(value, Intervention):
-        return [value.op, value.hook, *map(_settled, (value.value, value.options, value.where))]
-    if isinstance(value, ArrayRef):
-        return value.digest
-    if isinstance(value, Capture):
-        return value.provenance["keys"]
-    if isinstance(value, Mapping):
-        return {str(name): _settled(item) for name, item in value.items()}
-    if getattr(value, "shape", ()):
-        return array_digest(as_float32(value, "interventions"))
-    if isinstance(value, (list, tuple)):
-        return [_settled(item) for item in value]
-    return value if value is None or isinstance(value, (str, int, float)) else repr(value)
 
 
 class Build:
@@ -115,12 +63,21 @@ class Build:
         self._client, self._folder, self._store = client, folder, store
         self._source, self._asked, self._packing, self._chunk_rows = source, asked, packing, chunk
         self._tried: set[int] = set()
-        self._mine: dict[int, Callable[[], None]] = {}  # claims, to be released
         self._chunks = 0
 
     async def run(self, spec: dict[str, Any], about: dict[str, Any], concurrency: int, progress: bool) -> Dataset:
         """Do what is not done and nobody else does, wait for the others, and finish."""
         await asyncio.to_thread(self._folder.begin, spec, about)
+        self._claims = Claims(self._folder.claims)
+        self._claims.open()
+        try:
+            return await self._run(spec, about, concurrency, progress)
+        finally:
+            await asyncio.to_thread(self._claims.close)
+
+    async def _run(self, spec: dict[str, Any], about: dict[str, Any], concurrency: int, progress: bool) -> Dataset:
+        if self._source.once:  # what a dead driver has left must be seen the one time that its rows come by
+            await self._claims.settled()
         self._spec, self._pin = spec, pin_name(about["name"], spec)
         self._seats = asyncio.Semaphore(concurrency)
         self._concurrency = concurrency
@@ -140,14 +97,9 @@ class Build:
         held: set[int] = set()
         chunks = self._claimed(wanted, held, advance)
         doing = in_flight(chunks, lambda chunk: self._do(chunk, advance), concurrency=_OPEN_CHUNKS, ordered=False)
-        try:
-            async with contextlib.aclosing(doing):
-                async for _ in doing:
-                    pass
-        finally:
-            for release in self._mine.values():
-                release()
-            self._mine.clear()
+        async with contextlib.aclosing(doing):
+            async for _ in doing:
+                pass
         return held
 
     def _claimed(self, wanted: set[int] | None, held: set[int], advance: Callable[[], None]) -> Iterator[_Chunk]:
@@ -160,14 +112,12 @@ class Build:
                 for _ in rows:
                     advance()
                 continue
-            release = self._folder.claim(number)
-            if release is None:
+            if not self._claims.take(number):
                 held.add(number)
             elif self._is_done(number, identity):  # by who had it a moment ago
-                release()
+                self._claims.release(number)
             else:
                 self._tried.add(number)
-                self._mine[number] = release
                 yield _Chunk(number, rows, identity)
         self._chunks = number + 1
         if surplus := [chunk for chunk in self._folder.done() if chunk > number]:
@@ -190,10 +140,8 @@ class Build:
             left = {number for number in held if self._folder.header(number) is None}
             if not left:
                 return set()
-            for number in left:
-                if release := self._folder.claim(number):
-                    release()
-                    return left
+            if free := {number for number in left if self._claims.free(number)}:
+                return free
             await asyncio.sleep(_LOOK_S)
 
     # -- one chunk
@@ -214,7 +162,7 @@ class Build:
         # before they run: no row is in the store for a moment in which it could be evicted
         keys = [request.run.key for _, request in requests]
         if keys:
-            await asyncio.to_thread(self._store.pins.add, f"{self._pin}.{chunk.number:08d}", keys)
+            await asyncio.to_thread(self._store.pins.add, self._pin_of(chunk), keys)
         answers = in_flight(
             (request for _, request in requests),
             self._answer,
@@ -235,7 +183,7 @@ class Build:
                 else:
                     raise answer
         if elsewhere:
-            await asyncio.to_thread(self._store.pins.add, f"{self._pin}.{chunk.number:08d}", elsewhere)
+            await asyncio.to_thread(self._store.pins.add, f"{self._pin_of(chunk)}.prefixes", elsewhere)
         failures = [_failure(row, error) for row, error in sorted(errors.items())]
         header = {
             "chunk": chunk.number,
@@ -245,10 +193,16 @@ class Build:
             "passing": sum(error.retryable for error in errors.values()),
         }
         ordered = [lines[index] for index in sorted(lines)]
-        await asyncio.to_thread(self._folder.put, chunk.number, header, [*ordered, *failures])
+        found = self._folder.header(chunk.number)  # of before, or of a driver that took this one for dead
+        if found is None or found["passing"] >= header["passing"]:
+            await asyncio.to_thread(self._folder.put, chunk.number, header, [*ordered, *failures])
         for _ in chunk.rows:
             advance()
-        self._mine.pop(chunk.number)()
+        await asyncio.to_thread(self._claims.release, chunk.number)
+
+    def _pin_of(self, chunk: _Chunk) -> str:
+        """A name that nobody else adds to, so that it takes no lock."""
+        return f"{self._pin}.{chunk.number:08d}.{self._claims.driver}"
 
     async def _sequences(self, rows: Iterable[SourceRow], errors: dict[int, LenspoolError]) -> list[Sequence]:
         card, desk = await self._client._connect()
@@ -321,7 +275,7 @@ async def build(client: Requesting, name: str, rows: Any, hooks: Any, **options:
         hooks=[hooks] if isinstance(hooks, (str, Readout)) else list(hooks),
         positions=options.get("positions", "all"),
         interventions=listed(options.get("interventions")),
-        how=client._manner({"lane": "batch", **client._options, **options}),
+        how=client._manner({"priority": "batch", **client._options, **options}),
     )
     source = Source(rows, options.get("prompt", "text"), options.get("columns"))
     lengths = (options.get(length) for length in ("context", "separator", "begin", "max_length"))

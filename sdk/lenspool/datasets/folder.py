@@ -5,19 +5,17 @@ folder/
   parts/*.jsonl   a file for each chunk of rows, whole or not there: a header, then a line for each sequence or failure
   index.npy       of each sequence: chunk, place and length of its line, first row; made at the end
   manifest.json   counts and the hash of it all; written last
-  claims/*        locks of chunks that a process works on; the system frees those of a process that dies
+  claims/*        who works on which chunk; see `claims.py`
 """
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import hashlib
 import json
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +36,7 @@ class Folder:
         self.path = Path(path).absolute()
         self.index_path = self.path / "index.npy"
         self._parts = self.path / "parts"
-        self._claims = self.path / "claims"
+        self.claims = self.path / "claims"
 
     # -- what was asked for
 
@@ -57,18 +55,21 @@ class Folder:
         InvalidJob
             The folder holds a dataset that was asked for otherwise.
         """
-        for folder in (self._parts, self._claims):
+        for folder in (self._parts, self.claims):
             folder.mkdir(parents=True, exist_ok=True)
-        with self._lock(self.path / "claims" / "begin"):
-            found = self.document()
-            if found is None or (found["spec"] != spec and not self.done()):
-                self._write(self.path / "dataset.json", json.dumps({"spec": spec, "about": about}, indent=2).encode())
-            elif found["spec"] != spec:
-                raise InvalidJob(
-                    ", ".join(name for name in spec if spec[name] != found["spec"][name]),
-                    f"the dataset in {self.path} was asked for otherwise",
-                    "the same as before, or another name or folder",
-                )
+        path, data = self.path / "dataset.json", json.dumps({"spec": spec, "about": about}, indent=2).encode()
+        if self.document() is None and self._write(path, data, new=True):
+            return
+        found = (self.document() or {})["spec"]
+        if found == spec:
+            return
+        if self.done():
+            raise InvalidJob(
+                ", ".join(name for name in spec if spec[name] != found.get(name)),
+                f"the dataset in {self.path} was asked for otherwise",
+                "the same as before, or another name or folder",
+            )
+        self._write(path, data)  # the digests of chunks tell two drivers that begin otherwise at the same moment
 
     def document(self) -> dict[str, Any] | None:
         """`dataset.json`; None where there is none."""
@@ -98,8 +99,13 @@ class Folder:
 
     def put(self, chunk: int, header: dict[str, Any], lines: Sequence[dict[str, Any]]) -> None:
         """Leave a chunk's part, at once and whole; what was finished with another is finished no more."""
-        (self.path / "manifest.json").unlink(missing_ok=True)
-        self._write(self._part(chunk), b"".join(map(line, [header, *lines])))
+        path, data = self._part(chunk), b"".join(map(line, [header, *lines]))
+        if path.exists() and path.read_bytes() == data:
+            return
+        manifest = self.path / "manifest.json"
+        manifest.unlink(missing_ok=True)
+        self._write(path, data)
+        manifest.unlink(missing_ok=True)  # of who began to finish in between
 
     def done(self) -> list[int]:
         """Chunks that are done."""
@@ -120,56 +126,55 @@ class Folder:
             document: dict[str, Any] = json.loads(stream.read(length))
         return document
 
-    def claim(self, chunk: int) -> Callable[[], None] | None:
-        """Take a chunk for this process until it ends or calls what is returned; None where another one has it."""
-        path = self._claims / f"{chunk:08d}"
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(fd)
-            return None
-
-        def release() -> None:
-            path.unlink(missing_ok=True)
-            os.close(fd)
-
-        return release
-
     # -- the end
 
     def finish(self, chunks: int) -> dict[str, Any]:
-        """Write index and manifest of a dataset whose chunks are all done; returns the manifest."""
-        with self._lock(self._claims / "finish"):
-            spec = (self.document() or {})["spec"]
-            counts = {"rows": 0, "sequences": 0, "tokens": 0, "failures": 0}
-            hashed = hashlib.sha256(line(spec))
-            # line by line into a file, so that an index of any size takes no memory
-            draft = self.path / f"index.{uuid.uuid4().hex}.tmp"
-            with draft.open("wb") as index:
-                for chunk in range(chunks):
-                    header = self.header(chunk) or {}
-                    counts["rows"] += header["rows"]
-                    hashed.update(line(header))
-                    for place, text in self.lines(chunk):
-                        hashed.update(text)
-                        document = json.loads(text)
-                        if "error" in document:
-                            counts["failures"] += 1
-                            continue
-                        counts["sequences"] += 1
-                        counts["tokens"] += len(document["tokens"])
-                        first = document["rows"][0][0]
-                        index.write(np.array([chunk, place, len(text), first], dtype=np.int64).tobytes())
-            table = np.memmap(draft, np.int64, "r") if counts["sequences"] else np.empty(0, np.int64)
-            ready = self.path / f"index.{uuid.uuid4().hex}.tmp"
-            with ready.open("wb") as stream:
-                np.save(stream, table.reshape(-1, 4))
-            ready.replace(self.index_path)
-            draft.unlink()
-            manifest = {"v": VERSION, **counts, "chunks": chunks, "hash": hashed.hexdigest()}
-            self._write(self.path / "manifest.json", json.dumps(manifest, indent=2).encode())
+        """Write index and manifest of a dataset whose chunks are all done; returns the manifest.
+
+        Any number of drivers may do so at a time, and one of them leave another part meanwhile (a row that failed
+        was tried again): what is written last is of the parts that there are then.
+        """
+        while True:
+            before = self._marks(chunks)
+            manifest = self._finish(chunks)
+            if self._marks(chunks) == before:
+                return manifest
+
+    def _finish(self, chunks: int) -> dict[str, Any]:
+        spec = (self.document() or {})["spec"]
+        counts = {"rows": 0, "sequences": 0, "tokens": 0, "failures": 0}
+        hashed = hashlib.sha256(line(spec))
+        # line by line into a file, so that an index of any size takes no memory
+        draft = self.path / f"index.{uuid.uuid4().hex}.tmp"
+        with draft.open("wb") as index:
+            for chunk in range(chunks):
+                header = self.header(chunk) or {}
+                counts["rows"] += header["rows"]
+                hashed.update(line(header))
+                for place, text in self.lines(chunk):
+                    hashed.update(text)
+                    document = json.loads(text)
+                    if "error" in document:
+                        counts["failures"] += 1
+                        continue
+                    counts["sequences"] += 1
+                    counts["tokens"] += len(document["tokens"])
+                    first = document["rows"][0][0]
+                    index.write(np.array([chunk, place, len(text), first], dtype=np.int64).tobytes())
+        table = np.memmap(draft, np.int64, "r") if counts["sequences"] else np.empty(0, np.int64)
+        ready = self.path / f"index.{uuid.uuid4().hex}.tmp"
+        with ready.open("wb") as stream:
+            np.save(stream, table.reshape(-1, 4))
+        ready.replace(self.index_path)
+        draft.unlink()
+        manifest = {"v": VERSION, **counts, "chunks": chunks, "hash": hashed.hexdigest()}
+        self._write(self.path / "manifest.json", json.dumps(manifest, indent=2).encode())
         return manifest
+
+    def _marks(self, chunks: int) -> list[tuple[int, int, int]]:
+        """What differs when a part is another one."""
+        found = (self._part(chunk).stat() for chunk in range(chunks))
+        return [(stat.st_ino, stat.st_mtime_ns, stat.st_size) for stat in found]
 
     def status(self) -> dict[str, Any]:
         """How far it is: counts of what is done, present rate, and seconds that are left where that can be told.
@@ -209,19 +214,23 @@ class Folder:
     def _part(self, chunk: int) -> Path:
         return self._parts / f"{chunk:08d}.jsonl"
 
-    def _write(self, path: Path, data: bytes) -> None:
+    def _write(self, path: Path, data: bytes, *, new: bool = False) -> bool:
+        """Leave a file, at once and whole; with `new` only where there is none, and whether that was so."""
         draft = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
         with draft.open("wb") as stream:
             stream.write(data)
             stream.flush()
             os.fsync(stream.fileno())
+        if new:
+            try:
+                os.link(draft, path)
+            except FileExistsError:
+                draft.unlink()
+                return False
+            except OSError:  # a file system without links: the last of two at the same moment stands
+                pass
+            else:
+                draft.unlink()
+                return True
         draft.replace(path)
-
-    @contextlib.contextmanager
-    def _lock(self, path: Path) -> Iterator[None]:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX)
-            yield
-        finally:
-            os.close(fd)
+        return True

@@ -9,7 +9,7 @@ from lenspool.arguments import CaptureOptions
 
 
 class DatasetOptions(CaptureOptions, total=False):
-    """Arguments of `Client.dataset`: those of `CaptureOptions` for each sequence (the lane is `"batch"`), and these.
+    """Arguments of `Client.dataset`: those of `CaptureOptions` for each sequence (priority `"batch"`), and these.
 
     Attributes
     ----------

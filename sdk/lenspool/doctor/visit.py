@@ -9,7 +9,8 @@ from lenspool.client import Client
 from lenspool.config import Settings, settings
 from lenspool.doctor.broker import check_broker
 from lenspool.doctor.finding import Finding
-from lenspool.doctor.machine import check_gpu, check_model_folder, check_settings, check_versions
+from lenspool.doctor.gpu import check_gpu
+from lenspool.doctor.machine import check_model_folder, check_settings, check_versions
 from lenspool.doctor.pool import check_store, check_workers
 from lenspool.errors import InvalidJob, LenspoolError
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from inspect_ai.model import (
     ChatMessage,
@@ -32,7 +32,7 @@ from lenspool.integrations.inspect.messages import prompt_ids
 from lenspool.integrations.inspect.run import Run
 from lenspool.integrations.inspect.settings import MAX_TOKENS, sampling_of, wanted_tokens, warn
 from lenspool.sampling import sampling_document
-from lenspool.terms import Lane
+from lenspool.terms import Priority, check_priority
 from lenspool.tokenizer import Tokenizer
 
 
@@ -53,7 +53,7 @@ class LenspoolAPI(ModelAPI):
         Put the rows themselves into the output's metadata, in TransformerLens's form, in place of references.
     interventions
         Edits of every run, in wire form (`lenspool.integrations.wire`).
-    store, lane, patience
+    store, priority, patience
         As of `lenspool.Client` and its calls.
 
     Raises
@@ -77,17 +77,16 @@ class LenspoolAPI(ModelAPI):
         inline: bool = False,
         interventions: Mapping[str, Any] | None = None,
         store: str | Path | Literal[False] | None = None,
-        lane: Lane = "batch",
+        priority: Priority = "batch",
         patience: float | None = None,
         **unknown: Any,
     ) -> None:
         super().__init__(model_name, base_url, api_key, [], config)
         if unknown:
-            allowed = "capture, positions, inline, interventions, store, lane, patience"
+            allowed = "capture, positions, inline, interventions, store, priority, patience"
             raise InvalidJob(sorted(unknown)[0], "is no model argument of lenspool", allowed)
-        if lane not in get_args(Lane):
-            raise InvalidJob("lane", f"got {lane!r}", ", ".join(get_args(Lane)))
-        self._store, self._lane, self._patience = store, lane, patience
+        check_priority(priority)
+        self._store, self._priority, self._patience = store, priority, patience
         self._capture = names(capture, "capture")
         self._positions, self._inline = positions, bool(inline)
         self._edits = wire.interventions(_as_logged(interventions))
@@ -190,7 +189,7 @@ class LenspoolAPI(ModelAPI):
             outputs.check_inline(request.hooks, self._keys)
             if count > 1:
                 raise InvalidJob("num_choices", f"got {count} with activations inline", "1; or by reference")
-        generations = await run.generate(count, {"hooks": run.hooks, **what, **sampling, "lane": self._lane})
+        generations = await run.generate(count, {"hooks": run.hooks, **what, **sampling, "priority": self._priority})
         first = generations[0]
         told = {name: first.provenance[name] for name in ("worker", "queue_s", "run_s")}
         metadata: dict[str, Any] = {
@@ -222,7 +221,7 @@ class LenspoolAPI(ModelAPI):
             hooks=[*hooks.values(), *([outputs.LOGITS] if logits else [])],
             positions="prompt",
             interventions=run.edits,
-            lane=self._lane,
+            priority=self._priority,
             max_tokens=1,
             temperature=0.0,
         )

@@ -25,7 +25,7 @@ from lenspool.result import Capture
 LOGITS = "unembed.hook_out"
 _PROBE = 8
 _FIT = 0.99
-_TERMS = ("lane", "timeout", "queue_timeout", "run_timeout")
+_TERMS = ("priority", "timeout", "queue_timeout", "run_timeout")
 _UNUSED = ("output_attentions", "use_cache", "return_dict")
 """What TransformerLens hands to every driver, and torch models alone have a use for."""
 
@@ -86,7 +86,7 @@ class PoolDriver:
         attention_mask
             1 for tokens, 0 for padding at both ends. Captures and logits of padding are 0 and -inf.
         options
-            `lane`, `timeout`, `queue_timeout`, `run_timeout`, as of `lenspool.Client.capture`.
+            `priority`, `timeout`, `queue_timeout`, `run_timeout`, as of `lenspool.Client.capture`.
 
         Returns
         -------
