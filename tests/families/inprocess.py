@@ -54,12 +54,16 @@ class InProcessLLM:
         self._engine.engine_core.shutdown()
         del self._engine
         cleanup_dist_env_and_memory()
-        gc.collect()
 
 
 @contextlib.contextmanager
 def in_process() -> Iterator[None]:
-    """Have `lenspool_worker.engine.Engine` boot here; its end is not that of the process."""
+    """Have `lenspool_worker.engine.Engine` boot here; its end is not that of the process.
+
+    Two things that vLLM does at each boot take longer than all else here, and do not change the model: it collects
+    garbage half a dozen times (here once, afterwards), and it has a new process import an architecture's class to ask it
+    what it can do (here this process does).
+    """
     from lenspool_worker.sink import Sink
 
     def sink(path: str, instrument: Any, store: Any, _parent_gone: Any, rank: int) -> Sink:
@@ -69,5 +73,8 @@ def in_process() -> Iterator[None]:
         mock.patch.dict(os.environ, {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}),
         mock.patch("vllm.v1.engine.async_llm.AsyncLLM", InProcessLLM),
         mock.patch("lenspool_worker.vllm_worker.Sink", sink),
+        mock.patch("gc.collect", lambda *_: 0),
+        mock.patch("vllm.model_executor.models.registry._run_in_subprocess", lambda ask: ask()),
     ):
         yield
+    gc.collect()
