@@ -47,9 +47,11 @@ class Lookup:
     def find(self, sources: Sources, within: Range | None = None) -> list[Segment]:
         """Segments of entries, with rows `within` some positions, whose records and key documents are right."""
         found, gone = self._find(sources, within)
-        if gone:  # moved or evicted after the index was asked; it knows better by now
+        before: list[Place] = []
+        while gone and gone != before:  # moved or evicted after the index was asked; it knows better by now
+            before = gone
             found, gone = self._find(sources, within)
-            self.drop(gone, damaged=False)
+        self.drop(gone, damaged=False)
         return found
 
     def read_into(self, segment: Segment, out: np.ndarray) -> None:
