@@ -5,7 +5,6 @@ row before, so that its one-time costs are not counted. The order of the ways tu
 of the rounds counts. Captures: the time of a write is compared with that of raw files, xxh3 of the same bytes included,
 and the time of a read with that of bare h5py. Streaming fills a shuffle buffer of 64 MB, as training does, with whole
 captures in order or with shuffled blocks of 1 MB: ratios of bandwidth to `preadv` of the same from raw files.
-`--million` puts and reads so many small entries in the store, LMDB and SQLite instead.
 """
 
 from __future__ import annotations

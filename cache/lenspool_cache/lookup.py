@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -88,7 +87,7 @@ class Lookup:
         document, name = (None, None) if record is None else (reader.document(record), reader.name(record))
         if document is None or name is None:
             raise CacheCorrupt(segment.key.hex(), "its key document or name cannot be read")
-        return Run(json.loads(document)), name
+        return Run.stored(document), name
 
     def lenders(self, blocks: Sequence[bytes]) -> set[bytes]:
         """As `Index.lenders`."""

@@ -148,7 +148,7 @@ def _pack(store: Store, chunk: Sequence[Item], folder: Path, report: Uploaded) -
                 log.warning("not uploaded: %s", error)
         document = reader.document(record) if record else None
         if pieces and document is not None and record is not None:
-            runs.append((Run(json.loads(document)), pieces, record.time))
+            runs.append((Run.stored(document), pieces, record.time))
     if not runs:
         return None
     needs = [need_of(run, pieces) for run, pieces, _ in runs]
