@@ -15,6 +15,8 @@ from safetensors.numpy import load_file, save_file
 
 from lenspool_cache import Run, Store
 
+HOOK = "blocks.0.hook_resid_post"
+
 
 class Way(Protocol):
     """Arrays by number. `fill` reads rows of one, from `first` on, into an array that is there."""
@@ -169,13 +171,13 @@ class Lenspool(_Files):
 
     def write(self, n: int, rows: np.ndarray) -> None:
         self.shape = rows.shape
-        self.store.put(self.run(n), {"h": [(0, rows)]})
+        self.store.put(self.run(n), {HOOK: [(0, rows)]})
 
     def read(self, n: int) -> np.ndarray:
-        return self.store.rows(self.run(n), "h", [(0, self.shape[0])])
+        return self.store.rows(self.run(n), HOOK, [(0, self.shape[0])])
 
     def fill(self, n: int, first: int, out: np.ndarray) -> None:
-        self.store.rows(self.run(n), "h", [(first, first + len(out))], out=out)
+        self.store.rows(self.run(n), HOOK, [(first, first + len(out))], out=out)
 
     def close(self) -> None:
         self.store.close()

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from threading import Lock
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from lenspool_cache.errors import CacheError
 
@@ -16,6 +16,13 @@ T = TypeVar("T")
 # A bucket that does not answer must not hold a job up for minutes.
 _S3: dict[str, Any] = {"config_kwargs": {"connect_timeout": 5, "read_timeout": 60, "retries": {"max_attempts": 3}}}
 _FILE: dict[str, Any] = {"auto_mkdir": True}
+
+
+class Object(NamedTuple):
+    """Seconds since an object was made, and its bytes."""
+
+    age_s: float
+    nbytes: int
 
 
 class Bucket:
@@ -90,12 +97,12 @@ class Bucket:
         """Remove an object."""
         self._call(name, lambda system, path: system.rm_file(path))
 
-    def ages(self, folder: str) -> dict[str, float]:
-        """Names of the objects in a folder, without it, and the seconds since each was made."""
+    def objects(self, folder: str) -> dict[str, Object]:
+        """The objects in a folder, by their names in it."""
 
-        def work(system: Any, path: str) -> dict[str, float]:
-            found = system.find(path, detail=True).values()
-            return {info["name"].rsplit("/", 1)[-1]: _age(info) for info in found if info["type"] == "file"}
+        def work(system: Any, path: str) -> dict[str, Object]:
+            found = [info for info in system.find(path, detail=True).values() if info["type"] == "file"]
+            return {info["name"].rsplit("/", 1)[-1]: Object(_age(info), int(info["size"])) for info in found}
 
         try:
             return self._call(folder, work)

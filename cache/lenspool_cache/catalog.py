@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -45,7 +44,7 @@ def catalog(store: Store, prefix: str = "") -> Iterator[Entry]:
         rows = record.key, record.start, record.rows
         if document is None or name is None or rows in seen or entry_key(document, name) != record.key:
             continue
-        run = documents.get(document) or documents.setdefault(document, Run(json.loads(document)))
+        run = documents.get(document) or documents.setdefault(document, Run.stored(document))
         if not (run.key.hex().startswith(prefix) or record.key.hex().startswith(prefix)):
             continue
         seen.add(rows)

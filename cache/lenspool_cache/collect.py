@@ -1,4 +1,4 @@
-"""Eviction and compaction: keep a store within its policy, and give back the space of what is gone.
+"""Keep a store within its policy, and give back the space of what is gone.
 
 Packs are never changed in place but in the state of records. What stays of a pack is copied to a new one, and the old
 file is unlinked: whoever has it open reads on, and the disk gets its space when the last one closes it. Only packs
@@ -12,14 +12,14 @@ import fcntl
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from lenspool_cache.codec import DROPPED, RECORD_SIZE, WHOLE, Record
-from lenspool_cache.compact import Item, copy_items
+from lenspool_cache.codec import WHOLE, Record
+from lenspool_cache.compact import copy_items
 from lenspool_cache.errors import CacheCorrupt, CacheError
+from lenspool_cache.eviction import by_pack, choose, disk_bytes, drop
 from lenspool_cache.index import Place
-from lenspool_cache.keys import run_key
 from lenspool_cache.lending import runs_at
 from lenspool_cache.locks import locked
 from lenspool_cache.policy import Policy
@@ -31,7 +31,6 @@ from lenspool_cache.writing import Writers
 log = logging.getLogger(__name__)
 
 _ROUNDS = 3
-_ARRAY_GRACE_NS = int(7200e9)  # an array used since then may be asked for by a job on its way; twice `arrays._TOUCH_S`
 _LOW_WATER = 0.9  # of the size limit: down to here, so that not each put evicts again
 _SKELETON = 96 << 10  # what an empty pack may take on the disk
 _DEAD_SHARE = 0.25  # of a pack, from which it is worth a copy of the rest
@@ -98,18 +97,6 @@ def collect(store: Store, policy: Policy | None = None, *, bytes_per_s: float | 
         return report
 
 
-def evict(store: Store, keys: Iterable[bytes]) -> int:
-    """Drop entries by entry or run key, pinned or not; returns how many segments. `collect` gives their space back."""
-    store.require_writable()
-    wanted, dropped = set(keys), 0
-    with store.errors(0):
-        for pack, items in _by_pack(finished(list(scan_all(store._packs)))).items():
-            chosen = [(slot, r) for slot, r in items if r.key in wanted or _run_of(store, pack, r) in wanted]
-            _drop(store, pack, chosen)
-            dropped += len(chosen)
-    return dropped
-
-
 @contextlib.contextmanager
 def _alone(store: Store) -> Iterator[bool]:
     try:
@@ -117,31 +104,6 @@ def _alone(store: Store) -> Iterator[bool]:
             yield True
     except BlockingIOError:
         yield False
-
-
-def _by_pack(whole: Iterable[tuple[str, int, Record]]) -> dict[str, list[Item]]:
-    packs: dict[str, list[Item]] = defaultdict(list)
-    for pack, slot, record in whole:
-        packs[pack].append((slot, record))
-    return packs
-
-
-def _run_of(store: Store, pack: str, record: Record) -> bytes | None:
-    try:
-        document = store._packs.get(pack).document(record)
-    except (CacheCorrupt, OSError):
-        return None
-    return None if document is None else run_key(document)
-
-
-def _drop(store: Store, pack: str, items: list[Item]) -> None:
-    """The index first: who asks it from now on misses, and who asked it before finds the mark."""
-    if not items:
-        return
-    store._index.drop([Place(r.key, r.start, r.rows, pack, slot) for slot, r in items])
-    with contextlib.suppress(FileNotFoundError):
-        reader = store._packs.get(pack)
-        reader.mark([slot for slot, _ in items], DROPPED)
 
 
 class _Round:
@@ -156,8 +118,8 @@ class _Round:
         for scan in scans:
             for _, record in scan.records:
                 self.batches[record.batch].add(scan.pack)
-        self.all = _by_pack(whole)
-        self.live = _by_pack(self._indexed(whole))
+        self.all = by_pack(whole)
+        self.live = by_pack(self._indexed(whole))
 
     def run(self) -> None:
         over = self._evict()
@@ -186,56 +148,36 @@ class _Round:
 
     # -- eviction
 
-    def _pinned(self) -> set[bytes]:
-        """Pinned keys, and those of runs that lend rows to pinned ones."""
-        pinned = self.store.pins.keys()
-        lenders: set[bytes] = set()
-        places = [Place(r.key, r.start, r.rows, pack, slot) for pack, items in self.live.items() for slot, r in items]
-        for place, _, run in runs_at(self.store._packs, places if pinned else ()):
-            if not pinned.isdisjoint((run.key, place.key)):
-                lenders |= self.store._index.lenders(run.blocks)
-        return pinned | lenders
-
     def _evict(self) -> bool:
         """Drop what the limits do not allow; whether the store was too large."""
-        pinned, used, now = self._pinned(), self.store._usage.all(), time.time_ns()
-        last: dict[bytes, int] = {}
-        holders: dict[bytes, list[tuple[str, Item]]] = defaultdict(list)
-        for pack in self.sealed:
-            for slot, record in self.live.get(pack, ()):
-                if record.key in pinned or (pinned and _run_of(self.store, pack, record) in pinned):
-                    continue
-                time_of = max(record.time, used.get(record.key, 0))
-                last[record.key] = max(time_of, last.get(record.key, 0))
-                holders[record.key].append((pack, (slot, record)))
-        arrays: dict[bytes, tuple[str, int]] = {}
-        for digest, (time_of, nbytes) in self.store._arrays.used().items():
-            key = bytes.fromhex(digest)
-            if key not in pinned and now - time_of > _ARRAY_GRACE_NS:
-                last[key], arrays[key] = time_of, (digest, nbytes)
-        excess = self._excess()
-        oldest = now - int((self.policy.max_age_s or 0) * 1e9)
-        victims: dict[str, list[Item]] = defaultdict(list)
-        freed = 0
-        for key in sorted(last, key=last.__getitem__):
-            if freed >= excess and (self.policy.max_age_s is None or last[key] >= oldest):
-                break
-            if key in arrays:
-                digest, nbytes = arrays[key]
+        excess, pins = self._excess(), self.store.pins.keys()
+        live = {pack: self.live[pack] for pack in self.sealed if self.live.get(pack)}
+        victims = choose(self.store, live, self.policy, excess, self._kept(pins))
+        # Nobody pins anything while this is held, and what was pinned since then stays.
+        with self.store.pins.held() as now:
+            if new := now - pins:
+                victims = victims.without(self.store, self._kept(new))
+            for digest in victims.arrays:
                 self.store._arrays.remove(digest)
-                self.report.arrays += 1
-                freed += nbytes
-            for pack, item in holders[key]:
-                victims[pack].append(item)
-                freed += self._bytes(pack, [item])
-        for pack, items in victims.items():
-            _drop(self.store, pack, items)
+            for pack, items in victims.records.items():
+                drop(self.store, pack, items)
+        self.report.arrays += len(victims.arrays)
+        for pack, items in victims.records.items():
             slots = {slot for slot, _ in items}
             self.live[pack] = [item for item in self.live[pack] if item[0] not in slots]
             self.report.evicted += len(items)
             row_bytes = self.store._packs.get(pack).layout.row_bytes
             self.report.evicted_bytes += sum(r.rows for _, r in items) * row_bytes
         return excess > 0
+
+    def _kept(self, pins: set[bytes]) -> set[bytes]:
+        """Pinned keys, and those of runs that lend rows to pinned ones."""
+        lenders: set[bytes] = set()
+        places = [Place(r.key, r.start, r.rows, pack, slot) for pack, items in self.live.items() for slot, r in items]
+        for place, _, run in runs_at(self.store._packs, places if pins else ()):
+            if not pins.isdisjoint((run.key, place.key)):
+                lenders |= self.store._index.lenders(run.blocks)
+        return pins | lenders
 
     def _excess(self) -> int:
         """Bytes to evict, beside the space that nothing alive takes."""
@@ -245,12 +187,6 @@ class _Round:
         dead = sum(self._dead(pack) for pack in self.sealed)
         return max(0, total - dead - int(_LOW_WATER * self.policy.max_bytes)) or 1
 
-    def _bytes(self, pack: str, items: list[Item]) -> int:
-        """What records take on the disk, with their rows and key documents."""
-        row_bytes = self.store._packs.get(pack).layout.row_bytes
-        documents = {r.document_offset: r.document_length for _, r in items}
-        return sum(documents.values()) + sum(r.rows * row_bytes + RECORD_SIZE + r.name_length for _, r in items)
-
     def _disk(self, pack: str) -> int:
         return (self.store._packs.folder / pack).stat().st_blocks * 512
 
@@ -259,7 +195,7 @@ class _Round:
         live = self.live.get(pack)
         if not live:
             return self._disk(pack)
-        return max(0, self._disk(pack) - self._bytes(pack, live) - _SKELETON)
+        return max(0, self._disk(pack) - disk_bytes(self.store, pack, live) - _SKELETON)
 
     # -- compaction
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -49,7 +48,7 @@ def copy_items(store: Store, pack: str, items: Sequence[Item], writers: Writers)
             if pieces:
                 document = reader.document(chunk[0][1])
                 assert document is not None  # checked with each piece
-                new = writers.write(Run(json.loads(document)), pieces, chunk[0][1].time)
+                new = writers.write(Run.stored(document), pieces, chunk[0][1].time)
                 moved.pairs += zip(old, new, strict=True)
                 moved.nbytes += sum(piece.array.nbytes for piece in pieces)
     writers.sync()

@@ -62,6 +62,8 @@ class Follower:
                 reader = PackReader(path, self._packs.get(name).layout)
                 yield from self._read_on(name, reader, seen)
                 seen.changed = changed
+            except FileNotFoundError:
+                continue  # evicted meanwhile
             except (CacheCorrupt, OSError) as error:
                 log.warning("pack %s left out: %s", name, error)
         end = time.monotonic()

@@ -131,9 +131,12 @@ class Index:
 
         return self._database.run(work)
 
-    def insert(self, places: Sequence[Place]) -> None:
-        """Add places, all in one transaction. Where the same rows of an entry have a place already, that one stays."""
-        self._transaction(lambda db: self._insert(db, places))
+    def insert(self, places: Sequence[Place], blocks: Sequence[Block] | None = None) -> None:
+        """Add places, all in one transaction. Where the same rows of an entry have a place already, that one stays.
+
+        `blocks` are those of which there are rows; without them they are read from the packs.
+        """
+        self._transaction(lambda db: self._insert(db, places, blocks))
 
     def drop(self, places: Sequence[Place]) -> None:
         """Remove places, unless another record has taken over their rows meanwhile."""
@@ -206,7 +209,7 @@ class Index:
         # the packs, and whoever commits later will notice the new file.
         self._insert(db, list(self._truth()))
 
-    def _insert(self, db: sqlite3.Connection, places: Sequence[Place]) -> None:
+    def _insert(self, db: sqlite3.Connection, places: Sequence[Place], blocks: Sequence[Block] | None = None) -> None:
         packs: dict[str, int] = {}
 
         def number(name: str) -> int:
@@ -217,7 +220,8 @@ class Index:
 
         for key, start, rows, pack, slot in places:
             db.execute("INSERT OR IGNORE INTO entry VALUES (?, ?, ?, ?, ?)", (key, start, rows, number(pack), slot))
-        for (run, pack), group in groupby(self._blocks(places), key=lambda block: (block.run, block.pack)):
+        known = self._blocks(places) if blocks is None else blocks
+        for (run, pack), group in groupby(known, key=lambda block: (block.run, block.pack)):
             lender = run, number(pack)
             db.execute("INSERT OR IGNORE INTO lender (run, pack) VALUES (?, ?)", lender)
             found = db.execute("SELECT id FROM lender WHERE run = ? AND pack = ?", lender).fetchone()[0]

@@ -72,6 +72,13 @@ class Run:
     def __init__(self, document: Mapping[str, Any]) -> None:
         self.document = dict(document)
 
+    @classmethod
+    def stored(cls, data: bytes) -> Run:
+        """The run that a stored key document is of; its key is that of these bytes."""
+        run = cls(json.loads(data))
+        run.__dict__["data"] = data
+        return run
+
     @cached_property
     def data(self) -> bytes:
         """Canonical bytes of the document; stored beside the rows and compared on a hit."""

@@ -82,7 +82,7 @@ def runs_at(packs: PackPool, places: Iterable[Place], *, lent: bool = False) -> 
             at = place.pack, record.document_offset
             if at not in runs:
                 document = reader.document(record)
-                runs[at] = None if document is None else Run(json.loads(document))
+                runs[at] = None if document is None else Run.stored(document)
         except (CacheCorrupt, OSError):
             continue
         if (run := runs[at]) is not None:
@@ -91,8 +91,15 @@ def runs_at(packs: PackPool, places: Iterable[Place], *, lent: bool = False) -> 
 
 def blocks_at(packs: PackPool, places: Iterable[Place]) -> Iterator[Block]:
     """The blocks of which there are rows, at some places, that may be lent."""
+    return blocks_of(runs_at(packs, places, lent=True))
+
+
+def blocks_of(found: Iterable[tuple[Place, str, Run]]) -> Iterator[Block]:
+    """As `blocks_at`, of places whose names and runs are known."""
     seen: set[Block] = set()
-    for place, _, run in runs_at(packs, places, lent=True):
+    for place, name, run in found:
+        if reach(name) is None:
+            continue
         for i in range(place.start // BLOCK, min(-(-(place.start + place.rows) // BLOCK), len(run.blocks))):
             block = Block(run.blocks[i], run.key, place.pack)
             if block not in seen:

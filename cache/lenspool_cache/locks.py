@@ -37,20 +37,26 @@ def lock(fd: int, mode: int) -> bool:
 
 
 @contextmanager
-def locked(path: Path, mode: int = fcntl.LOCK_EX) -> Iterator[None]:
-    """Hold the lock of a lock file, which is made.
+def locked(path: Path, mode: int = fcntl.LOCK_EX, *, required: bool = True) -> Iterator[bool]:
+    """Hold the lock of a lock file, which is made; gives whether it is held.
 
     Raises
     ------
     BlockingIOError
         As in `lock`.
     CacheError
-        The file system has no locks, so this cannot be done safely there.
+        It is required and the file system has no locks, so this cannot be done safely there.
     """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
-        if not lock(fd, mode):
-            raise CacheError(f"the file system of {path.parent} has no locks: do this on the machine that serves it")
-        yield
+        held = lock(fd, mode)
+        if required and not held:
+            raise no_locks(path.parent)
+        yield held
     finally:
         os.close(fd)
+
+
+def no_locks(folder: Path) -> CacheError:
+    """What is raised where locks are needed and the file system has none."""
+    return CacheError(f"the file system of {folder} has no locks: do this on the machine that serves it")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -47,9 +46,11 @@ class Lookup:
     def find(self, sources: Sources, within: Range | None = None) -> list[Segment]:
         """Segments of entries, with rows `within` some positions, whose records and key documents are right."""
         found, gone = self._find(sources, within)
-        if gone:  # moved or evicted after the index was asked; it knows better by now
+        before: list[Place] = []
+        while gone and gone != before:  # moved or evicted after the index was asked; it knows better by now
+            before = gone
             found, gone = self._find(sources, within)
-            self.drop(gone, damaged=False)
+        self.drop(gone, damaged=False)
         return found
 
     def read_into(self, segment: Segment, out: np.ndarray) -> None:
@@ -86,7 +87,7 @@ class Lookup:
         document, name = (None, None) if record is None else (reader.document(record), reader.name(record))
         if document is None or name is None:
             raise CacheCorrupt(segment.key.hex(), "its key document or name cannot be read")
-        return Run(json.loads(document)), name
+        return Run.stored(document), name
 
     def lenders(self, blocks: Sequence[bytes]) -> set[bytes]:
         """As `Index.lenders`."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import re
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from lenspool_cache.locks import locked
+from lenspool_cache.locks import locked, no_locks
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
@@ -20,7 +21,9 @@ class Pins:
         self.folder = store / "pins"
 
     def add(self, name: str, keys: Iterable[bytes]) -> None:
-        """Pin keys under a name, beside those that it has. A new name takes no lock, where there are links.
+        """Pin keys under a name, beside those that it has. What is stored when this returns stays from now on.
+
+        Without locks on the file system nobody collects, and new names are made all the same, where there are links.
 
         Raises
         ------
@@ -35,10 +38,13 @@ class Pins:
         self.folder.mkdir(exist_ok=True)
         draft = self._draft(name, keys)
         try:
-            os.link(draft, path)
-        except OSError:  # it is there, or cannot be made so
-            with locked(self.folder / ".lock"):
-                self._draft(name, keys | self._read(path)).replace(path)
+            with locked(self.folder / ".lock", required=False) as alone:
+                try:
+                    os.link(draft, path)
+                except OSError:  # it is there, or cannot be made so
+                    if not alone:
+                        raise no_locks(self.folder) from None
+                    self._draft(name, keys | self._read(path)).replace(path)
         finally:
             draft.unlink()
 
@@ -60,6 +66,13 @@ class Pins:
     def keys(self) -> set[bytes]:
         """Every pinned key."""
         return set().union(*self.all().values())
+
+    @contextmanager
+    def held(self) -> Iterator[set[bytes]]:
+        """Every pinned key, and while it is held no other is pinned: what a collector deletes meanwhile has no pin."""
+        self.folder.mkdir(exist_ok=True)
+        with locked(self.folder / ".lock"):
+            yield self.keys()
 
     def _path(self, name: str) -> Path:
         if not _NAME.fullmatch(name):

@@ -35,10 +35,10 @@ from lenspool_cache.keys import array_digest
 from lenspool_cache.lending import Sources, blocks_at
 from lenspool_cache.lookup import Lookup
 from lenspool_cache.ranges import Range
-from lenspool_cache.reader import PackPool, PackReader
+from lenspool_cache.reader import PackReader
 from lenspool_cache.scan import scan_pack
-from lenspool_cache.segment import Layout, Segment
-from lenspool_cache.shards import read_shard
+from lenspool_cache.segment import Segment
+from lenspool_cache.shards import ShardPool, ShardReader, read_shard
 
 log = logging.getLogger(__name__)
 
@@ -50,39 +50,6 @@ def mirror_folder(url: str) -> Path:
     """Where this machine keeps the shards of a bucket."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(home) / "lenspool" / "remote" / hashlib.sha256(url.encode()).hexdigest()[:32]
-
-
-class _ShardReader(PackReader):
-    """A pack whose records and documents stand in a shard; its rows are not read through this."""
-
-    def mark(self, slots: Sequence[int], state: int) -> None:
-        """Nothing: a shard is never changed; the index of this machine forgets what is damaged."""
-
-
-class _ShardPool(PackPool):
-    """Packs by name, out of the shards of a folder."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        self.layouts: dict[str, tuple[Path, Layout]] = {}
-        self._known: set[str] = set()
-
-    def learn_all(self) -> None:
-        """Look for shards that another thread or process copied here."""
-        for path in sorted(self.folder.glob("[!.]*.h5")):
-            if path.name not in self._known:
-                try:
-                    self.layouts |= {name: (path, layout) for name, layout in read_shard(path)}
-                except CacheCorrupt as error:
-                    log.warning("shard left out: %s", error)
-                self._known.add(path.name)
-
-    def _opened(self, name: str) -> PackReader:
-        if name not in self.layouts:
-            self.learn_all()
-        if name not in self.layouts:
-            raise FileNotFoundError(2, "no shard has this pack", name)
-        return _ShardReader(*self.layouts[name])
 
 
 class Remote:
@@ -104,7 +71,7 @@ class Remote:
             (folder / "shards").mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise CacheError(f"{folder} cannot be used for what is known of {url}: {error}") from error
-        self._packs = _ShardPool(folder / "shards")
+        self._packs = ShardPool(folder / "shards")
         self._index = Index(folder, self.place, self._truth, partial(blocks_at, self._packs))
         self._own = Lookup(self._packs, self._index)
         self.identity = self._own.identity
@@ -130,22 +97,20 @@ class Remote:
 
     def shards(self) -> dict[str, int]:
         """Names and bytes of the shards that the bucket has and that are copied here."""
-        there = self.bucket.ages("index")
+        there = self.bucket.objects("index")
         return {path.name: path.stat().st_size for path in self._packs.folder.glob("[!.]*.h5") if path.name in there}
 
     def packs_of(self, shard: str) -> Iterator[tuple[str, PackReader]]:
         """The packs that a shard names, as far as it has them."""
         path = self._packs.folder / shard
         for name, layout in read_shard(path):
-            yield name, _ShardReader(path, layout)
+            yield name, ShardReader(path, layout)
 
     def _copy_shards(self) -> None:
         folder = self._packs.folder
-        new = [name for name in self.bucket.ages("index") if not (folder / f"{name}.indexed").exists()]
-        if not new:
-            return
-        version = json.loads(self.bucket.read("store.json"))["version"]
-        if version != STORE_VERSION:
+        there = self.bucket.objects("index")
+        new = [name for name in there if not (folder / f"{name}.indexed").exists()]
+        if new and (version := json.loads(self.bucket.read("store.json"))["version"]) != STORE_VERSION:
             raise CacheError(f"the store at {self.place} has version {version}; this lenspool reads {STORE_VERSION}")
         for name in new:
             path, temporary = folder / name, folder / f".{name}.{uuid.uuid4().hex}.tmp"
@@ -160,6 +125,18 @@ class Remote:
             except OSError as error:
                 raise CacheError(f"{folder} cannot be written to: {error}") from error
             (folder / f"{name}.indexed").touch()
+        if gone := [path for path in folder.glob("[!.]*.h5") if path.name not in there]:
+            self._forget(gone)
+
+    def _forget(self, shards: Sequence[Path]) -> None:
+        """Shards that were joined, or made anew without packs that were deleted."""
+        for path in shards:
+            path.unlink(missing_ok=True)
+            path.with_name(f"{path.name}.indexed").unlink(missing_ok=True)
+        self._packs.relearn()
+        if lost := [place for place in self._index.all() if place.pack not in self._packs.layouts]:
+            self._index.drop(lost)
+            self._index.insert(list(self._truth()))  # the same rows may be in another pack
 
     def _places(self, shard: Path) -> Iterator[Place]:
         for name, reader in self.packs_of(shard.name):

@@ -62,6 +62,8 @@ def scan_all(pool: PackPool) -> Iterator[PackScan]:
     for name in pool.names():
         try:
             yield scan_pack(name, pool.get(name))
+        except FileNotFoundError:
+            continue  # evicted meanwhile
         except (CacheCorrupt, OSError) as error:
             log.warning("pack %s left out: %s", name, error)
 

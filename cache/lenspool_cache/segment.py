@@ -142,6 +142,7 @@ class Layout:
         except (OSError, RuntimeError, KeyError, ValueError, TypeError) as error:
             if isinstance(error, OSError) and error.errno is not None:
                 raise  # the system could not open it, which says nothing about what is in it
+            path.stat()  # raises where it was deleted while HDF5 opened it, whose error does not say so
             raise CacheCorrupt(path.name, f"not a readable pack: {error}") from error
 
 

@@ -6,7 +6,8 @@ are. So who has the shard finds and verifies records at home, and asks the objec
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import h5py
@@ -14,8 +15,10 @@ import numpy as np
 
 from lenspool_cache.codec import RECORD_DTYPE, RECORD_SIZE, dtype_of
 from lenspool_cache.errors import CacheCorrupt
-from lenspool_cache.reader import PackReader
+from lenspool_cache.reader import PackPool, PackReader
 from lenspool_cache.segment import Layout
+
+log = logging.getLogger(__name__)
 
 FORMAT, FORMAT_VERSION = "lenspool-shard", 1
 _ATTRIBUTES = ("dtype", "width", "rows_offset", "rows")
@@ -68,3 +71,43 @@ def read_shard(path: Path) -> Iterator[tuple[str, Layout]]:
         if isinstance(error, OSError) and error.errno is not None:
             raise
         raise CacheCorrupt(path.name, f"not a readable shard: {error}") from error
+
+
+class ShardReader(PackReader):
+    """A pack whose records and documents stand in a shard; its rows are not read through this."""
+
+    def mark(self, slots: Sequence[int], state: int) -> None:
+        """Nothing: a shard is never changed; the index of this machine forgets what is damaged."""
+
+
+class ShardPool(PackPool):
+    """Packs by name, out of the shards of a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.layouts: dict[str, tuple[Path, Layout]] = {}
+        self._known: set[str] = set()
+
+    def learn_all(self) -> None:
+        """Look for shards that another thread or process copied here."""
+        for path in sorted(self.folder.glob("[!.]*.h5")):
+            if path.name not in self._known:
+                try:
+                    self.layouts |= {name: (path, layout) for name, layout in read_shard(path)}
+                except CacheCorrupt as error:
+                    log.warning("shard left out: %s", error)
+                self._known.add(path.name)
+
+    def relearn(self) -> None:
+        """Forget the shards, some of which are gone, and look for them anew."""
+        self.layouts, self._known = {}, set()
+        self.learn_all()
+
+    def _opened(self, name: str) -> PackReader:
+        if name not in self.layouts:
+            self.learn_all()
+        elif not self.layouts[name][0].exists():
+            self.relearn()
+        if name not in self.layouts:
+            raise FileNotFoundError(2, "no shard has this pack", name)
+        return ShardReader(*self.layouts[name])

@@ -36,7 +36,7 @@ from lenspool_cache.index import Index, Place
 from lenspool_cache.keeping import Keeper
 from lenspool_cache.keys import Run
 from lenspool_cache.layers import below, from_below, lenders_below, open_layers
-from lenspool_cache.lending import Sources, blocks_at, borrowed, own
+from lenspool_cache.lending import Sources, blocks_at, blocks_of, borrowed, own
 from lenspool_cache.lookup import Lookup
 from lenspool_cache.mounts import is_network
 from lenspool_cache.pins import Pins
@@ -351,7 +351,9 @@ class Store:
         needed = sum(piece.array.nbytes for piece in pieces)
         if pieces:
             with self.errors(needed):
-                self._index.insert(self._writers.write(run, pieces))
+                names = {run.entry(piece.name): piece.name for piece in pieces}
+                places = self._writers.write(run, pieces)
+                self._index.insert(places, list(blocks_of((place, names[place.key], run) for place in places)))
                 self._keeper.note(needed)
         return needed
 

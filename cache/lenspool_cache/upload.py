@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 PACK_BYTES = 256 << 20
 _SHARD_PACKS = 8  # a shard follows after so many packs, so that a crash costs no more than those
 _SMALL_SHARD, _SMALL_SHARDS = 4 << 20, 64  # so many that are so small are made one
-_ORPHAN_S = 86_400.0
+GRACE_S = 86_400.0  # younger packs may be somebody's upload
 
 Item = tuple[str, int, Record]
 
@@ -105,8 +105,9 @@ def upload(store: Store, remote: Remote, done: set[str] | None = None) -> Upload
 def sweep(remote: Remote) -> int:
     """Delete packs that no shard names and that are older than a day; returns how many."""
     remote.refresh()
-    known = {place.pack for place in remote.places()}
-    orphans = [name for name, age in remote.bucket.ages("packs").items() if name not in known and age > _ORPHAN_S]
+    known = {pack for shard in remote.shards() for pack, _ in remote.packs_of(shard)}
+    there = remote.bucket.objects("packs")
+    orphans = [name for name, found in there.items() if name not in known and found.age_s > GRACE_S]
     for name in orphans:
         remote.bucket.delete(f"packs/{name}")
     return len(orphans)
@@ -148,7 +149,7 @@ def _pack(store: Store, chunk: Sequence[Item], folder: Path, report: Uploaded) -
                 log.warning("not uploaded: %s", error)
         document = reader.document(record) if record else None
         if pieces and document is not None and record is not None:
-            runs.append((Run(json.loads(document)), pieces, record.time))
+            runs.append((Run.stored(document), pieces, record.time))
     if not runs:
         return None
     needs = [need_of(run, pieces) for run, pieces, _ in runs]
@@ -169,13 +170,14 @@ def _pack(store: Store, chunk: Sequence[Item], folder: Path, report: Uploaded) -
 def _finish(remote: Remote, readers: list[PackReader], folder: Path) -> None:
     if not readers:
         return
-    _add_shard(remote, {reader.path.name: reader for reader in readers}, folder)
+    add_shard(remote, {reader.path.name: reader for reader in readers}, folder)
     for reader in readers:
         reader.path.unlink()
     readers.clear()
 
 
-def _add_shard(remote: Remote, packs: Mapping[str, PackReader], folder: Path) -> None:
+def add_shard(remote: Remote, packs: Mapping[str, PackReader], folder: Path) -> None:
+    """Upload a shard of packs that are there; `folder` is for its file."""
     name = f"{uuid.uuid4().hex}.h5"
     write_shard(folder / name, packs)
     remote.bucket.upload(folder / name, f"index/{name}")
@@ -185,14 +187,14 @@ def _merge(remote: Remote, folder: Path) -> None:
     """Make one shard of many small ones, which a machine that comes new would have to ask for one by one."""
     names = [name for name, size in remote.shards().items() if size < _SMALL_SHARD]
     if len(names) >= _SMALL_SHARDS:
-        _add_shard(remote, {pack: reader for name in names for pack, reader in remote.packs_of(name)}, folder)
+        add_shard(remote, {pack: reader for name in names for pack, reader in remote.packs_of(name)}, folder)
         for name in names:
             remote.bucket.delete(f"index/{name}")
 
 
 def _arrays(store: Store, remote: Remote, report: Uploaded) -> None:
     mine = store._arrays.digests()
-    there = remote.bucket.ages("arrays") if mine else {}
+    there = remote.bucket.objects("arrays") if mine else {}
     for digest in mine:
         path = store._arrays.path(digest)
         if path.name not in there:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lenspool_cache import ranges as rg
-from lenspool_cache.codec import Record, checksum, pack_record, raw
+from lenspool_cache.codec import Record, checksum, dtype_of, pack_record, raw
 from lenspool_cache.index import Place
 from lenspool_cache.keys import Run
 from lenspool_cache.policy import Policy
@@ -20,6 +20,7 @@ from lenspool_cache.reader import PackPool
 from lenspool_cache.segment import Need, PackWriter, create_pack
 
 FIRST_PACK = 16 << 20  # bytes of rows; each further pack is twice as large
+_PUTS = 8  # such as the one that makes it fit in a pack: large ones would else make a file each
 # Rows of a put are cut into segments of about this size: a checksum covers a segment, so this is what one row costs.
 SEGMENT_BYTES = 1 << 20
 
@@ -127,7 +128,9 @@ class Writers:
         old, size = self._open.get(kind, (None, FIRST_PACK // 2))
         if old is not None and old.fits(need):
             return old
-        size = min(2 * size, Policy.load(self._packs.folder.parent).pack_bytes)
+        row_bytes = kind[1] * dtype_of(kind[0]).itemsize
+        size = max(2 * size, _PUTS * need.rows * row_bytes)
+        size = min(size, Policy.load(self._packs.folder.parent).pack_bytes)
         writer = create_pack(self._packs.folder, self._store_id, *kind, size, need)
         self._packs.learn(writer.path.name, writer.layout)
         self._open[kind] = writer, size

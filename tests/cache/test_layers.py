@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 from store_samples import a_run, flip, pack_files, rows_of, same_bits
 
-from lenspool_cache import CacheCorrupt, CacheError, CacheMiss, Store, save_lower
+from lenspool_cache import CacheCorrupt, CacheError, CacheMiss, Policy, Store, save_lower
+from lenspool_cache.prune import Pruned, prune
 from lenspool_cache.remote import Remote, mirror_folder
 from lenspool_cache.shards import read_shard
 from lenspool_cache.upload import sweep, upload
@@ -217,7 +218,7 @@ class TestBucket(Under):
         filled(tmp_path / "third", range(50, 51))
         with Store(tmp_path / "third") as third:
             assert upload(third, Remote(place)).packs == 2
-        assert len(Remote(place).bucket.ages("index")) == 1
+        assert len(Remote(place).bucket.objects("index")) == 1
         for machine in ("the same", "another"):
             monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / ("machine" if machine == "the same" else machine)))
             with Store(folder / machine, lower=[place]) as store:
@@ -227,7 +228,7 @@ class TestBucket(Under):
     @pytest.mark.parametrize("hurt", ["gone", "cut", "flipped"])
     def test_lost_and_damaged_objects_are_misses(self, place: str, folder: Path, hurt: str) -> None:
         remote = Remote(place)
-        for name in remote.bucket.ages("packs"):
+        for name in remote.bucket.objects("packs"):
             data = bytearray(remote.bucket.read(f"packs/{name}"))
             if hurt == "gone":
                 remote.bucket.delete(f"packs/{name}")
@@ -249,7 +250,7 @@ class TestBucket(Under):
         remote.refresh()
         shards = [p for p in (mirror_folder(place) / "shards").glob("*.h5") if not p.name.startswith(".")]
         packs = {name: layout for path in shards for name, layout in read_shard(path)}
-        assert set(packs) == set(remote.bucket.ages("packs"))
+        assert set(packs) == set(remote.bucket.objects("packs"))
         (layout,) = [layout for name, layout in packs.items() if name.startswith("float32")]
         assert layout.rows == 3 * 16 + WIDE, "an uploaded pack has no room for more"
 
@@ -269,20 +270,66 @@ module.upload(Store(sys.argv[1]), Remote(sys.argv[2]))
 """
     assert script(source, tmp_path / "source", bucket).wait(timeout=60) == 9  # type: ignore[attr-defined]
     remote = Remote(bucket)
-    assert len(remote.bucket.ages("packs")) == 2
+    assert len(remote.bucket.objects("packs")) == 2
     with Store(folder, lower=[bucket]) as store:
         assert store.lookup(a_run(0), ["h"]) == {}
     uploaded_again = tmp_path / "source"
     with Store(uploaded_again) as store:
         assert upload(store, remote).packs == 2
-    assert len(remote.bucket.ages("packs")) == 4
+    assert len(remote.bucket.objects("packs")) == 4
     assert sweep(remote) == 0, "young ones may be somebody's upload"
-    monkeypatch.setattr("lenspool_cache.upload._ORPHAN_S", -1.0)
+    monkeypatch.setattr("lenspool_cache.upload.GRACE_S", -1.0)
     assert sweep(remote) == 2
     with Store(folder, lower=[bucket]) as store:
         store._layers[0].refresh()  # type: ignore[attr-defined]
         for number in range(3):
             assert same_bits(store.rows(a_run(number), "h", [(2, 18)]), rows_of(number))
+
+
+def test_a_bucket_is_pruned(
+    bucket: str, tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Rows that two machines uploaded stay once; limits take the oldest; who has read on elsewhere misses, no more."""
+
+    def numbers(store: Store, wanted: range) -> set[int]:
+        found = {n for n in wanted if store.lookup(a_run(n), ["h"])}
+        assert all(same_bits(store.rows(a_run(n), "h", [(2, 18)]), rows_of(n)) for n in found)
+        return found
+
+    remote = Remote(bucket)
+    with monkeypatch.context() as blind:
+        blind.setattr(Remote, "places", lambda self: [])  # as two that upload at once: they do not see each other's yet
+        for name in ("one", "two"):
+            filled(tmp_path / name)
+            with Store(tmp_path / name) as store:
+                upload(store, remote)
+    filled(tmp_path / "three", range(50, 51))
+    with Store(tmp_path / "three") as store:
+        upload(store, remote)
+    other_machine(monkeypatch, tmp_path)
+    with Store(folder, lower=[bucket]) as reader:
+        assert reader.lookup(a_run(0), ["h"])  # its machine knows all shards
+        assert prune(remote, Policy()).packs == 0, "young ones may be somebody's upload"
+        for module in ("upload", "prune"):
+            monkeypatch.setattr(f"lenspool_cache.{module}.GRACE_S", -1.0)
+        done = prune(remote, Policy())
+        assert (done.packs, done.swept) == (2, 0)
+        assert len(remote.bucket.objects("packs")) == 4
+        assert prune(remote, Policy()) == Pruned()
+        assert numbers(reader, range(51)) in ({0, 1, 2, 50}, {50}), "a miss where its index named the pack that went"
+        reader._layers[0].refresh()  # type: ignore[attr-defined]
+        assert numbers(reader, range(51)) == {0, 1, 2, 50}
+        assert reader.stats()["corrupt"] == 0
+        newest = [place.pack for place in remote.places() if place.key == a_run(50).entry("h")]
+        done = prune(remote, Policy(max_bytes=1), pinned={a_run(50).key})
+        assert done.packs == 2
+        assert newest[0] in remote.bucket.objects("packs")
+    with Store(tmp_path / "fresh", lower=[bucket]) as store:
+        store._layers[0].refresh()  # type: ignore[attr-defined]
+        assert numbers(store, range(51)) == {50}
+        assert "damaged" not in caplog.text
+    with Store(tmp_path / "one") as store:
+        assert upload(store, remote).segments == 3 + 3 + SEGMENTS, "what went can come again"
 
 
 def test_a_bucket_that_cannot_be_reached(

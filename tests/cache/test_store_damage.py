@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+import mmap
 import os
+import random
 import sqlite3
+import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -189,6 +194,33 @@ def test_a_pack_is_gone_or_garbage(folder: Path, hurt: Callable[[Path], None]) -
         assert store.lookup(a_run(1), ["h"]) == {}
         filled(folder)
         assert answers(store) == set(range(6))
+
+
+def test_a_pack_that_goes_while_it_is_opened_is_gone_not_damaged(folder: Path) -> None:
+    folder.mkdir()
+    writer = create_pack(folder, "id", "float32", 64, 1 << 20, Need(1, 1, 1))
+    writer.close()
+    newest, end = mmap.mmap(-1, 8), time.monotonic() + 1.0
+    child = os.fork()
+    if child == 0:
+        for number in itertools.count():
+            name = folder / f"{number}.h5"
+            os.link(writer.path, name)
+            newest[:] = number.to_bytes(8, "little")
+            time.sleep(random.uniform(0, 3e-4))
+            name.unlink()
+            if time.monotonic() > end:
+                os._exit(0)
+    found = Counter[str]()
+    while time.monotonic() < end:
+        try:
+            Layout.read(folder / f"{int.from_bytes(newest[:], 'little')}.h5")
+            found["whole"] += 1
+        except FileNotFoundError:  # above all not CacheCorrupt
+            found["gone"] += 1
+    assert os.waitpid(child, 0)[1] == 0
+    assert found["gone"] > 0
+    assert found["whole"] > 0
 
 
 def test_a_pack_deleted_under_its_writer(folder: Path) -> None:

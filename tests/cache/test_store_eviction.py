@@ -6,15 +6,20 @@ import errno
 import itertools
 import os
 import subprocess
+import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from store_samples import a_run, pack_files, rows_of, same_bits
+from test_prefix import H, put, run_of
 
 from lenspool_cache import CacheError, Policy, Store, collect, evict, keeping, verify
+from lenspool_cache.eviction import Victims
 from lenspool_cache.segment import is_sealed
 from lenspool_cache.usage import Usage
 
@@ -113,6 +118,46 @@ def test_pinned_is_never_evicted(folder: Path, whole_run: bool) -> None:
         collect(store, Policy(max_bytes=0))
         assert answered(store, range(6)) == {3}
         assert store.pins.all() == {"other": {a_run(3).key}}
+
+
+def test_what_is_pinned_while_a_collection_plans_stays(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also an array, and what a pinned run has from others; and nothing is pinned while rows are being deleted."""
+    fill(folder, range(6))
+    prompt = list(range(100, 160))
+    with Store(folder) as store:
+        put(store, run_of(prompt), H, 0, 60)
+        put(store, taker := run_of([*prompt[:40], *range(20)]), H, 0, 60)
+        digest = store.put_array(rows_of(1))
+        os.utime(folder / "arrays" / f"{digest}.h5", (0, 0))
+    collecting = sys.modules[collect.__module__]
+    planned = collecting.choose
+    busy = threading.Event()
+
+    def choose(*args: Any) -> Victims:
+        victims = planned(*args)
+        with Store(folder) as other:
+            if not other.pins.all():
+                other.pins.add("late", [a_run(2).key, taker.key, bytes.fromhex(digest)])
+        return victims
+
+    def drop(*args: Any) -> None:
+        dropped(*args)
+        thread = threading.Thread(target=lambda: (store.pins.add("later", [a_run(3).key]), busy.set()))
+        thread.start()
+        threads.append(thread)
+        assert not busy.wait(0.05)
+
+    dropped, threads = collecting.drop, list[threading.Thread]()
+    with Store(folder) as store:
+        with monkeypatch.context() as patched:
+            patched.setattr(collecting, "choose", choose)
+            patched.setattr(collecting, "drop", drop)
+            collect(store, Policy(max_bytes=0))
+        for thread in threads:
+            thread.join()
+        assert answered(store, range(6)) == {2}
+        assert store.missing(taker, {H: [(0, 60)]}) == {}
+        assert store.has_array(digest)
 
 
 @pytest.mark.parametrize("name", ["", ".hidden", "../up", "a/b", "x" * 200])

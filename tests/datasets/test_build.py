@@ -20,7 +20,9 @@ import pytest
 
 from lenspool import Dataset, InvalidJob, PoolUnavailable, WorkerLost, add, at
 from lenspool.datasets import claims
+from lenspool.datasets.build import Build
 from lenspool.datasets.folder import Folder
+from lenspool.job import Request
 from lenspool.readouts import norm
 from lenspool.testing import FakePool
 from lenspool_cache import Policy, Store, collect
@@ -132,6 +134,34 @@ async def test_memory_of_rows_and_captures_is_bounded(pool: FakePool) -> None:
     place = pool.store.path / "datasets" / "bounded"  # type: ignore[union-attr]
     await pool.client().dataset("bounded", rows(), "embed", chunk=10, concurrency=4)
     assert most <= 40  # three chunks that are open, and one that is read
+
+
+async def test_rows_that_others_lend_survive_eviction_whenever_it_comes(
+    pool: FakePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when it comes between an answer and its pin: what went is asked for again."""
+    client = pool.client()
+    long = "a prompt that other prompts are the beginning of, and that goes on"
+    await client.capture(long, HOOKS)
+    first, tried = Build._answer, list[str]()
+
+    async def answer(self: Build, request: Request) -> set[bytes]:
+        lent = await first(self, request)
+        tried.append(str(len(request.tokens)))
+        if len(tried) == 1:
+            collected()
+        return lent
+
+    def collected() -> None:
+        assert pool.store is not None
+        pool.store._writers.close()  # packs are sealed
+        collect(pool.store, Policy(max_bytes=0))
+
+    monkeypatch.setattr(Build, "_answer", answer)
+    dataset = await client.dataset("lent", [long[:40], long[:30]], HOOKS)
+    collected()
+    assert [len(example["resid_post.0"]) for example in dataset] == [40, 30]
+    assert len(tried) > 2
 
 
 async def test_what_it_has_survives_eviction_until_it_is_released(pool: FakePool) -> None:

@@ -16,10 +16,11 @@ from rich.table import Table
 
 from lenspool.config import settings
 from lenspool.errors import LenspoolError
-from lenspool_cache import Run, Store, collect, save_lower, verify
+from lenspool_cache import Policy, Run, Store, collect, save_lower, verify
 from lenspool_cache import evict as evict_keys
 from lenspool_cache.catalog import Entry, catalog, summary
 from lenspool_cache.layers import load_lower
+from lenspool_cache.prune import prune
 from lenspool_cache.ranges import Range
 from lenspool_cache.remote import Remote
 from lenspool_cache.transfer import export as export_entries
@@ -178,15 +179,20 @@ def gc(
     store: Folder,
     max_bytes: Annotated[int | None, typer.Option(min=0, help="Limit for this time; default: the store's.")] = None,
     max_days: Annotated[float | None, typer.Option(min=0, help="Limit for this time; default: the store's.")] = None,
+    bucket: Annotated[str | None, typer.Option(help="Delete in this bucket instead, to the limits given.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Evict what the limits do not allow, and compact."""
+    """Evict what the limits do not allow, and compact. Of a bucket: delete what no index needs, then the oldest."""
     with _opened(store, write=True) as opened:
-        policy = opened.policy
+        policy = Policy() if bucket else opened.policy
         if max_bytes is not None:
             policy = replace(policy, max_bytes=max_bytes)
         if max_days is not None:
             policy = replace(policy, max_age_s=max_days * 86400)
+        if bucket:
+            with contextlib.closing(Remote(bucket)) as remote:
+                _show(asdict(prune(remote, policy, opened.pins.keys())), as_json)
+            return
         _show(asdict(collect(opened, policy)), as_json)
 
 

@@ -163,27 +163,31 @@ class Build:
         keys = [request.run.key for _, request in requests]
         if keys:
             await asyncio.to_thread(self._store.pins.add, self._pin_of(chunk), keys)
-        answers = in_flight(
-            (request for _, request in requests),
-            self._answer,
-            concurrency=self._concurrency,
-            ordered=False,
-            return_exceptions=True,
-        )
         lines: dict[int, dict[str, Any]] = {}
-        elsewhere: set[bytes] = set()
-        async with contextlib.aclosing(answers):
-            async for index, answer in answers:
-                sequence, request = requests[index]
-                if not isinstance(answer, BaseException):
-                    lines[index] = _line(sequence, request)
-                    elsewhere |= answer
-                elif isinstance(answer, LenspoolError) and not isinstance(answer, (PoolUnavailable, CacheFull)):
-                    _charge(sequence, answer, errors)
-                else:
-                    raise answer
-        if elsewhere:
-            await asyncio.to_thread(self._store.pins.add, f"{self._pin_of(chunk)}.prefixes", elsewhere)
+        todo, pinned = list(range(len(requests))), set[bytes]()
+        while todo:
+            lent: dict[int, set[bytes]] = {}
+            answers = in_flight(
+                (requests[index][1] for index in todo),
+                self._answer,
+                concurrency=self._concurrency,
+                ordered=False,
+                return_exceptions=True,
+            )
+            async with contextlib.aclosing(answers):
+                async for number, answer in answers:
+                    sequence, request = requests[index := todo[number]]
+                    lines.pop(index, None)
+                    if not isinstance(answer, BaseException):
+                        lines[index], lent[index] = _line(sequence, request), answer - pinned
+                    elif isinstance(answer, LenspoolError) and not isinstance(answer, (PoolUnavailable, CacheFull)):
+                        _charge(sequence, answer, errors)
+                    else:
+                        raise answer
+            if elsewhere := set[bytes]().union(*lent.values()):
+                await asyncio.to_thread(self._store.pins.add, f"{self._pin_of(chunk)}.prefixes", elsewhere)
+                pinned |= elsewhere
+            todo = [index for index in sorted(lent) if lent[index]]  # until they were pinned they could be evicted
         failures = [_failure(row, error) for row, error in sorted(errors.items())]
         header = {
             "chunk": chunk.number,
@@ -228,7 +232,9 @@ class Build:
             while True:
                 try:
                     await self._client._answered(desk, request, Capture, self._asked.how)
-                    found = await asyncio.to_thread(self._store.lookup, request.run, request.hooks)
+                    length = len(request.tokens)
+                    wanted = {name: closed(request.ranges_of(name), length) for name in request.hooks}
+                    found = await asyncio.to_thread(self._store.find, request.run, wanted)
                     keys = {segment.key for segments in found.values() for segment in segments}
                     return keys - {request.run.entry(name) for name in request.hooks}
                 except QueueFull:
