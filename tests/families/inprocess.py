@@ -61,8 +61,8 @@ def in_process() -> Iterator[None]:
     """Have `lenspool_worker.engine.Engine` boot here; its end is not that of the process.
 
     Two things that vLLM does at each boot take longer than all else here, and do not change the model: it collects
-    garbage half a dozen times (here once, afterwards), and it has a new process import an architecture's class to ask it
-    what it can do (here this process does).
+    garbage half a dozen times (here once, afterwards), and it has a new process import an architecture's class to ask
+    it what it can do (here this process does).
     """
     from lenspool_worker.sink import Sink
 
