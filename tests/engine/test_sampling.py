@@ -147,8 +147,10 @@ async def test_penalties_are_those_of_their_definition(
 ) -> None:
     """Greedy tokens are the argmax of the oracle's logits, penalized by hand."""
     mattered = 0
-    for prompt in prompts([10, 12, 14, 16]):
-        tokens = (await asked(engine, prompt, 40, **{name: 1.9}))["token_ids"]
+    asking = [(prompt, asked(engine, prompt, 40, **{name: 1.9})) for prompt in prompts([10, 12, 14, 16])]
+    answers = await asyncio.gather(*(answer for _, answer in asking))
+    for (prompt, _), answer in zip(asking, answers, strict=True):
+        tokens = answer["token_ids"]
         logits = oracle.run([*prompt, *tokens[:-1]])[LOGITS][len(prompt) - 1 :]
         for j, (row, token) in enumerate(zip(logits, tokens, strict=True)):
             counts = np.bincount(tokens[:j], minlength=len(row))
