@@ -38,6 +38,7 @@ _PATIENCE_S = 120.0
 class _Shared:
     """What a client and its views (`with_options`) find out together."""
 
+    card: ModelCard | None = None
     ready: tuple[ModelCard, Desk] | None = None
     connecting: asyncio.Lock = field(default_factory=asyncio.Lock)
     open: bool = False
@@ -106,6 +107,7 @@ class Connection:
         if self._shared.ready is not None:
             self._shared.ready[1].access.close()
             self._shared.ready = None
+        self._shared.card = None
 
     async def models(self) -> list[ModelCard]:
         """Cards of the models that live workers serve, one per model id."""
@@ -126,7 +128,9 @@ class Connection:
         UnknownModel
             No live worker serves it, or no model was named and the pool serves none or several.
         """
-        return (await self._connect())[0]
+        await self._open()
+        async with self._shared.connecting:
+            return await self._card()
 
     async def status(self) -> list[dict[str, Any]]:
         """Per served model: jobs queued, running, finished and failed, and what its live workers say of themselves.
@@ -172,7 +176,7 @@ class Connection:
         await self._open()
         async with self._shared.connecting:
             if self._shared.ready is None:
-                card = self._choose(await self.models())
+                card = await self._card()
                 tokenizer = None
                 if card.tokenizer is not None:
                     blob = await self._queue.redis.get(keys.tokenizer(card.tokenizer))
@@ -182,6 +186,11 @@ class Connection:
                 access = await asyncio.to_thread(open_access, self._queue, card, self._store, self._inline_limit)
                 self._shared.ready = card, Desk(self._queue, self._feed, access, tokenizer)
             return self._shared.ready
+
+    async def _card(self) -> ModelCard:
+        if self._shared.card is None:
+            self._shared.card = self._choose(await self.models())
+        return self._shared.card
 
     def _choose(self, cards: list[ModelCard]) -> ModelCard:
         fitting = [card for card in cards if self.model in (None, card.name, card.id)]

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
 
-from lenspool import Client, InvalidJob, JobCancelled, add
+from lenspool import Client, InvalidJob, Job, JobCancelled, add, keys
 
 HOOKS = ["resid_post.3", "resid_post.7"]
 
@@ -73,36 +74,41 @@ async def test_what_is_stored_is_not_queued(client: Client) -> None:
 
 
 async def test_cancel_wakes_who_awaits_and_leaves_others(client: Client) -> None:
-    job = await client.submit_generate("A very long story", max_tokens=800, ignore_eos=True)
-    mine = asyncio.create_task(job.result())
-    while await job.status() != "started":
-        await asyncio.sleep(0.02)
-    async with Client(client.url) as other:
-        elsewhere = other.job(job.id)
-        theirs = asyncio.create_task(elsewhere.result())
-        await asyncio.sleep(0.3)
-        await job.cancel()
+    async def awaited(by: Client, job: Job[Any]) -> None:
+        while by._queue.id.encode() not in await client._queue.redis.smembers(keys.waiters(job.id)):  # type: ignore[misc]
+            await asyncio.sleep(0.01)
+
+    async with asyncio.timeout(120):
+        job = await client.submit_generate("A long story", max_tokens=100, ignore_eos=True)
+        mine = asyncio.create_task(job.result())
+        while await job.status() != "started":
+            await asyncio.sleep(0.02)
+        async with Client(client.url) as other:
+            elsewhere = other.job(job.id)
+            theirs = asyncio.create_task(elsewhere.result())
+            await awaited(other, job)
+            await job.cancel()
+            with pytest.raises(JobCancelled):
+                await mine
+            with pytest.raises(JobCancelled):
+                await job.result()
+            assert await job.status() == "cancelled"
+            assert len((await theirs).token_ids) == 100
+        long = await client.submit_generate("Another long story", max_tokens=800, ignore_eos=True)
+        while await long.status() != "started":
+            await asyncio.sleep(0.02)
+        elsewhere = client.job(long.id)
+        waiting = asyncio.create_task(elsewhere.result())
+        await awaited(client, long)
+        waiting.cancel()  # who awaits the result goes, the job stays
+        await asyncio.gather(waiting, return_exceptions=True)
+        assert await long.status() == "started"
+        await client.job(long.id).cancel()
+        while await elsewhere.status() == "started":
+            await asyncio.sleep(0.02)
+        assert await elsewhere.status() == "cancelled"
         with pytest.raises(JobCancelled):
-            await mine
-        with pytest.raises(JobCancelled):
-            await job.result()
-        assert await job.status() == "cancelled"
-        assert len((await theirs).token_ids) == 800
-    long = await client.submit_generate("Another long story", max_tokens=800, ignore_eos=True)
-    while await long.status() != "started":
-        await asyncio.sleep(0.02)
-    elsewhere = client.job(long.id)
-    waiting = asyncio.create_task(elsewhere.result())
-    await asyncio.sleep(0.2)
-    waiting.cancel()  # who awaits the result goes, the job stays
-    await asyncio.gather(waiting, return_exceptions=True)
-    assert await long.status() == "started"
-    await client.job(long.id).cancel()
-    while await elsewhere.status() == "started":
-        await asyncio.sleep(0.02)
-    assert await elsewhere.status() == "cancelled"
-    with pytest.raises(JobCancelled):
-        await elsewhere.result()
+            await elsewhere.result()
 
 
 async def test_unknown_id(client: Client) -> None:

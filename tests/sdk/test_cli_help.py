@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import socket
+import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import typer
 
-from lenspool.cli import app
+from lenspool.cli import app, asking
 from lenspool_worker.__main__ import app as worker_app
 
 PASSED_ON = ("up", "worker", "demo-model")
@@ -43,3 +46,13 @@ def test_json_and_help(name: str) -> None:
 def test_all_that_is_promised_is_there() -> None:
     promised = {"up", "worker", "status", "models", "hooks", "capture", "generate", "doctor", "queue"}
     assert promised <= ALL.keys() and {name.split()[0] for name in ALL} >= {"dataset", "cache"}
+
+
+def test_completion_offers_nothing_when_nobody_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shell that waits for a pool would seem to hang."""
+    monkeypatch.setattr(asking, "_COMPLETION_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        context: Any = SimpleNamespace(params={"redis": f"redis://127.0.0.1:{silent.getsockname()[1]}"})
+        began = time.monotonic()
+        assert asking.hook_names(context, "") == asking.model_names(context, "") == []
+        assert time.monotonic() - began < 10

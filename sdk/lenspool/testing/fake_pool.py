@@ -111,6 +111,7 @@ class _FakeClient(Client):
     def __init__(self, pool: FakePool) -> None:
         super().__init__("redis://fake.invalid", store=False, patience=0.0)
         self._pool = pool
+        self._shared.card = pool.card
         self._shared.ready = pool.card, Desk(self._queue, self._feed, pool, pool.tokenizer)
 
     def twin(self) -> Self:
