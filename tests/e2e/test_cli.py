@@ -57,12 +57,21 @@ async def test_models_hooks_status(client: Client) -> None:
 
 async def test_status_is_watched_until_interrupted(client: Client) -> None:
     command = [sys.executable, "-m", "lenspool.cli", "status", "--redis", client.url, "--watch", "--json"]
-    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        stdout=asyncio.subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # which a shell's background jobs ignore
+    )
     assert process.stdout is not None
-    async with asyncio.timeout(60):
-        times = [json.loads(await process.stdout.readline())[0]["workers"][0]["time"] for _ in range(4)]
-        process.send_signal(signal.SIGINT)
-        assert await process.wait() in (0, 130)
+    try:
+        async with asyncio.timeout(60):
+            times = [json.loads(await process.stdout.readline())[0]["workers"][0]["time"] for _ in range(4)]
+            process.send_signal(signal.SIGINT)
+            assert await process.wait() in (0, 130)
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
     assert times[-1] > times[0]
 
 
