@@ -19,6 +19,7 @@ from lenspool.config import settings
 from lenspool.counts import job_counts
 from lenspool.errors import InvalidJob, UnknownModel
 from lenspool.interventions import ArrayRef, as_float32
+from lenspool.link import without_password
 from lenspool.orders import Orders
 from lenspool.queue import JobQueue
 from lenspool.token_feed import TokenFeed
@@ -79,6 +80,9 @@ class Connection:
             inline_limit=self._inline_limit,
             patience=self._queue.patience,
         )
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__.lstrip('_')} of {without_password(self.url)}, model {self.model or '(the one)'}>"
 
     async def __aenter__(self) -> Self:
         self._shared.closed = False

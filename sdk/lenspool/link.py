@@ -8,6 +8,7 @@ import hashlib
 import itertools
 import json
 import logging
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -270,6 +271,11 @@ class Link:
             self._ended(job_id, state, json.loads(payload), "")
         else:
             self._ended(job_id, state, None, payload)
+
+
+def without_password(url: str) -> str:
+    """The URL as it may be shown."""
+    return re.sub(r"//([^/@]*):[^/@]*@", r"//\1:***@", url)
 
 
 def connections(url: str, connections: int) -> redis.asyncio.BlockingConnectionPool:

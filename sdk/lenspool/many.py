@@ -6,7 +6,21 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from typing import Any, TypeVar
 
+from lenspool.errors import InvalidJob
+
 ItemT = TypeVar("ItemT")
+
+
+def check_prompts(prompts: Any) -> None:
+    """Refuse one text in place of several: its letters would be the prompts.
+
+    Raises
+    ------
+    InvalidJob
+        It is text.
+    """
+    if isinstance(prompts, (str, bytes)):
+        raise InvalidJob("prompts", "is one text", "an iterable of prompts; Client.capture takes one")
 
 
 async def in_flight(

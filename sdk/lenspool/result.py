@@ -94,20 +94,24 @@ class Capture(Mapping[str, Any]):
         Raises
         ------
         KeyError
-            It was not.
+            It was not, or it is a pattern that several match.
         """
         if isinstance(name, str) and name in self.hooks:
             return name
-        readout = name if isinstance(name, Readout) else from_text(name) if entries.is_readout(name) else None
         found = []
-        for resolved in hk.resolve(readout.hook if readout else name, self.card):  # type: ignore[arg-type]
+        try:
+            readout = name if isinstance(name, Readout) else from_text(name) if entries.is_readout(name) else None
+            names = hk.resolve(readout.hook if readout else name, self.card)  # type: ignore[arg-type]
+        except InvalidJob as error:
+            raise KeyError(f"{error.reason}; this result has {', '.join(self.hooks) or 'no hooks'}") from None
+        for resolved in names:
             if readout is None:
                 found += [resolved] if resolved in self.hooks else []
                 continue
             for entry in (entries.parse(n) for n in self.hooks if n.startswith(f"{resolved}|")):
                 found += [entry.name] if readout.matches(entry) else []
-        if readout is not None and len(found) > 1:
-            raise KeyError(f"{readout} has several results: {', '.join(found)}")
+        if len(found) > 1:
+            raise KeyError(f"{name} is several of this result's: {', '.join(found)}")
         if found:
             return found[0]
         raise KeyError(f"{name} was not captured; this result has {', '.join(self.hooks) or 'no hooks'}")
@@ -168,8 +172,10 @@ class Capture(Mapping[str, Any]):
     def __contains__(self, name: object) -> bool:
         try:
             return isinstance(name, (str, Readout)) and bool(self.canonical(name))
-        except (KeyError, ValueError, InvalidJob):
+        except KeyError:
             return False
+
+    __eq__, __hash__ = object.__eq__, object.__hash__  # a mapping's would compare arrays, which have no one answer
 
     @overload
     def numpy(self, name: str | Readout) -> np.ndarray: ...

@@ -41,7 +41,7 @@ async def mean_norms(client: Many, hooks: Sequence[str], prompts: Iterable[Any] 
 
     The first position is left out: in many models it is an attention sink, with norms a hundred times the others'.
     """
-    chosen = sample_prompts(await client.card()) if prompts is None else list(prompts)
+    chosen = sample_prompts(await client.card()) if prompts is None else prompts
     totals, count = dict.fromkeys(hooks, 0.0), 0
     async for result in client.map(chosen, [norm(hook) for hook in hooks]):
         count += len(result.positions) - 1

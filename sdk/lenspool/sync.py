@@ -136,6 +136,9 @@ class Client:
         """Name of the model that is asked for."""
         return self._client.model
 
+    def __repr__(self) -> str:
+        return repr(self._client).replace("<", "<sync ", 1)
+
     def with_options(self, **options: Unpack[aio.Options]) -> Self:
         """See `lenspool.Client.with_options`."""
         return self._of(self._loop, self._client.with_options(**options))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
-from lenspool import Capture, InvalidJob, ModelCard, PoolUnavailable, UnknownHook, add, at
+import lenspool.sync
+from lenspool import Capture, Client, InvalidJob, ModelCard, PoolUnavailable, UnknownHook, add, at
 from lenspool.readouts import entropy, lens, loss, norm, project, reduce, sae, top_k
 from lenspool.testing import FakePool, fake_card
 
@@ -95,3 +98,20 @@ async def test_wrong_calls_are_refused_as_by_a_real_pool() -> None:
             await call
     with pytest.raises(ValueError, match="256"):
         fake_card(vocab_size=100)
+
+
+async def test_one_text_in_place_of_prompts_is_refused() -> None:
+    """Its letters would run, each as a prompt."""
+    client = FakePool().client()
+    wrong: Any = TEXT
+    with pytest.raises(InvalidJob, match="prompts: is one text"):
+        async for _ in client.map(wrong, "resid_post.0"):
+            pass
+    for call in (client.plan(wrong, "resid_post.0"), client.norms("resid_post.0", wrong)):
+        with pytest.raises(InvalidJob, match="prompts: is one text"):
+            await call
+
+
+def test_a_client_says_whose_it_is_and_no_password() -> None:
+    assert repr(Client("redis://me:secret@host", model="m")) == "<Client of redis://me:***@host, model m>"
+    assert repr(lenspool.sync.Client("redis://host")) == "<sync Client of redis://host, model (the one)>"

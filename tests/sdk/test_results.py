@@ -233,3 +233,14 @@ def test_pictures(card: ModelCard) -> None:
         made(card, {POST: rows(6, 16)}).plot.attention(0, 0)
     with pytest.raises(InvalidJob, match="lens"):
         made(card, {POST: rows(6, 16)}).plot.logit_lens()
+
+
+def test_a_result_is_a_mapping_in_what_one_would_not_think_of(card: ModelCard) -> None:
+    result = made(card, {POST: rows(6, 16), "blocks.0.hook_resid_post": rows(6, 16, 1)})
+    assert result.get("nope") is None and result.get("blocks.99.hook_resid_post", 3) == 3 and 3 not in result
+    with pytest.raises(KeyError, match="unknown hook 'nope'; this result has"):
+        result["nope"]
+    assert np.array_equal(result["*.1.hook_resid_post"], result[POST])
+    with pytest.raises(KeyError, match="several of this result's"):
+        result["resid_post.*"]
+    assert result == result and result != made(card, {POST: rows(6, 16)}) and len({result}) == 1

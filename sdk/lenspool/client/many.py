@@ -13,7 +13,7 @@ from lenspool.datasets.manifest import Dataset
 from lenspool.datasets.options import DatasetOptions
 from lenspool.hooks import resolve
 from lenspool.interventions import listed
-from lenspool.many import in_flight
+from lenspool.many import check_prompts, in_flight
 from lenspool.plan import Plan, Tally
 from lenspool.progress import progress_bar
 from lenspool.readouts import Readout
@@ -79,6 +79,7 @@ class Many(Calls):
     async def _captures(
         self, prompts: Iterable[Prompt], hooks: Hooks, options: Mapping[str, Any], *, ordered: bool
     ) -> AsyncGenerator[tuple[int, Any]]:
+        check_prompts(prompts)
         names = [hooks] if isinstance(hooks, (str, Readout)) else list(hooks)
         concurrency = check_integer("concurrency", options.get("concurrency", _CONCURRENCY), 1, None)
         each: Any = {name: value for name, value in options.items() if name in CaptureOptions.__annotations__}
@@ -118,6 +119,7 @@ class Many(Calls):
         InvalidJob
             A prompt or another argument is wrong.
         """
+        check_prompts(prompts)
         names = [hooks] if isinstance(hooks, (str, Readout)) else list(hooks)
         items = listed(interventions)
         options = {"positions": positions, "interventions": items}

@@ -14,7 +14,7 @@ import redis.exceptions
 from lenspool.doctor.finding import Finding
 from lenspool.errors import PoolUnavailable
 from lenspool.guard import refuse_open_redis
-from lenspool.link import NO_ANSWER, connections
+from lenspool.link import NO_ANSWER, connections, without_password
 
 _ANSWER_S = 5.0
 _SLOW_MS = 50.0
@@ -37,18 +37,18 @@ async def check_broker(url: str) -> list[Finding]:
             except redis.exceptions.NoPermissionError:
                 told = {}
     except ValueError as error:
-        return [Finding("redis", "error", f"{_shown(url)}: {error}", "write it as redis://HOST:6379")]
+        return [Finding("redis", "error", f"{without_password(url)}: {error}", "write it as redis://HOST:6379")]
     except NO_ANSWER as error:
         reason = str(error) or type(error).__name__
         if any(word in reason.lower() for word in ("auth", "password")):  # redis-py counts it as a lost connection
             advice = "put user and password into the URL: redis://USER:PASSWORD@HOST:6379"
-            return [Finding("redis", "error", f"{_shown(url)} refuses this client: {reason}", advice)]
+            return [Finding("redis", "error", f"{without_password(url)} refuses this client: {reason}", advice)]
         advice = "start it (`lenspool up --model DIR` brings one), or set LENSPOOL_REDIS to the URL of yours"
-        return [Finding("redis", "error", f"{_shown(url)} cannot be reached: {reason}", advice)]
+        return [Finding("redis", "error", f"{without_password(url)} cannot be reached: {reason}", advice)]
     except redis.exceptions.RedisError as error:
-        return [Finding("redis", "error", f"{_shown(url)} refuses: {error}", "see the server's log")]
+        return [Finding("redis", "error", f"{without_password(url)} refuses: {error}", "see the server's log")]
     slow = milliseconds > _SLOW_MS
-    reached = f"{_shown(url)} answers in {milliseconds:.1f} ms"
+    reached = f"{without_password(url)} answers in {milliseconds:.1f} ms"
     found = [Finding("redis", "note" if slow else "ok", reached, "each call waits for it some times" if slow else "")]
     if abs(ahead) > _CLOCKS_S:
         said = f"the server's clock is {ahead:+.0f} s from this machine's"
@@ -97,8 +97,3 @@ async def _strangers(url: str) -> Finding:
         advice = "set a password (docs/deploy.md): whoever writes to it can forge results; workers refuse such a server"
         return Finding("redis access", "warning", "a server on the network that asks no password", advice)
     return Finding("redis access", "ok", "strangers on the network cannot write jobs")
-
-
-def _shown(url: str) -> str:
-    """The URL without its password."""
-    return re.sub(r"//([^/@]*):[^/@]*@", r"//\1:***@", url)
