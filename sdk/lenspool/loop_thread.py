@@ -28,14 +28,22 @@ class LoopThread:
         self._thread = threading.Thread(target=self._loop.run_forever, name="lenspool", daemon=True)
         self._thread.start()
 
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._loop.is_closed()
+
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine there and wait for it; an interrupt of the waiting cancels it.
 
         Raises
         ------
         RuntimeError
-            The caller is inside a running loop, and may not be.
+            The caller is inside a running loop, and may not be; or this was closed.
         """
+        if self.closed:
+            work.close()
+            raise RuntimeError("the client was closed")
         if not self._anywhere and _in_a_loop():
             work.close()
             raise RuntimeError(
@@ -71,7 +79,9 @@ class LoopThread:
                 self.run(items.aclose())  # type: ignore[attr-defined]
 
     def close(self) -> None:
-        """End the loop and its thread."""
+        """End the loop and its thread; harmless when that is done."""
+        if self.closed:
+            return
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()

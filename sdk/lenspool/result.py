@@ -103,7 +103,7 @@ class Capture(Mapping[str, Any]):
             readout = name if isinstance(name, Readout) else from_text(name) if entries.is_readout(name) else None
             names = hk.resolve(readout.hook if readout else name, self.card)  # type: ignore[arg-type]
         except InvalidJob as error:
-            raise KeyError(f"{error.reason}; this result has {', '.join(self.hooks) or 'no hooks'}") from None
+            raise KeyError(f"{name}: {error.reason}; this result has {', '.join(self.hooks) or 'no hooks'}") from None
         for resolved in names:
             if readout is None:
                 found += [resolved] if resolved in self.hooks else []

@@ -121,6 +121,8 @@ class Client:
 
     def close(self) -> None:
         """See `lenspool.Client.close`."""
+        if self._loop.closed:
+            return
         try:
             self._loop.run(self._client.close())
         finally:

@@ -44,6 +44,12 @@ async def test_rows_are_those_of_captures_and_keep_their_columns(pool: FakePool)
     assert dataset[-1].token_ids == dataset[4].token_ids
     with pytest.raises(IndexError):
         dataset[5]
+    assert [example.rows[0][0] for example in dataset[-2:]] == [3, 4] and dataset[np.int64(1)].rows[0][0] == 1
+    for wrong, error in (("resid_post.0", TypeError), (1.0, TypeError)):
+        with pytest.raises(error):
+            dataset[wrong]  # type: ignore[call-overload]
+    with pytest.raises(InvalidJob, match=r"unknown hook 'nope'.*allowed: blocks\.0"):
+        dataset.statistics("nope")
 
 
 async def test_failures_are_told_by_row_and_stop_nothing(pool: FakePool) -> None:

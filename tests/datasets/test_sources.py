@@ -44,6 +44,8 @@ def test_every_kind_of_source_gives_the_same_rows(tmp_path: Path) -> None:
         iter(ROWS),
         table,
         table.to_iterable_dataset(),
+        pa.Table.from_pylist(ROWS),
+        table.to_pandas(),
         tmp_path / "a.jsonl",
         str(tmp_path / "a.parquet"),
     ):
@@ -118,3 +120,14 @@ def test_options_of_packing_are_checked() -> None:
         with pytest.raises(InvalidJob) as caught:
             Packing.checked(card, tokenizer, *options)  # type: ignore[arg-type]
         assert caught.value.field == name
+
+
+def test_files_as_other_programs_write_them(tmp_path: Path) -> None:
+    """With the mark that Excel puts first, and with a line that is broken."""
+    (tmp_path / "a.csv").write_text("text,label\nnaïve,1\n", encoding="utf-8-sig")
+    (tmp_path / "a.jsonl").write_text('{"text": "naïve"}\n', encoding="utf-8-sig")
+    assert [read(tmp_path / name)[0].prompt for name in ("a.csv", "a.jsonl")] == ["naïve"] * 2
+    (tmp_path / "b.jsonl").write_text('{"text": "a"}\n\n{"text": \n')
+    with pytest.raises(InvalidJob, match=r"b\.jsonl, line 3"):
+        read(tmp_path / "b.jsonl")
+    assert read(ROWS, columns="label") == read(ROWS)

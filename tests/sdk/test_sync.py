@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import sys
 import types
+import warnings
 from typing import Any
 
 import pytest
@@ -93,3 +94,13 @@ def test_the_loop_of_a_notebook_may_be_blocked(twin: sync.Client, monkeypatch: p
         return len(twin.capture("abc", "resid_post.0").token_ids)
 
     assert asyncio.run(cell()) == 3
+
+
+def test_a_closed_client_says_so_and_may_be_closed_again() -> None:
+    client = FakePool().sync_client()
+    assert client.capture("abc", "resid_post.0").token_ids == [64, 65, 66]
+    client.close()
+    client.close()
+    with warnings.catch_warnings(), pytest.raises(RuntimeError, match="client was closed"):
+        warnings.simplefilter("error")  # a coroutine that is never awaited
+        client.capture("abc", "resid_post.0")

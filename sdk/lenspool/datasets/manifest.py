@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
@@ -118,8 +119,16 @@ class Dataset:
         """How many sequences there are."""
         return len(self._index)
 
-    def __getitem__(self, number: int) -> Example:
-        """A sequence by its number; negative from the end."""
+    @overload
+    def __getitem__(self, number: int) -> Example: ...
+
+    @overload
+    def __getitem__(self, number: slice) -> list[Example]: ...
+
+    def __getitem__(self, number: int | slice) -> Example | list[Example]:
+        """A sequence by its number, negative from the end; or those of a slice."""
+        if isinstance(number, slice):
+            return [self[one] for one in range(*number.indices(len(self)))]
         document, request = self._request(number)
         ranges = closed(request.ranges, len(request.tokens))
         provenance = {"model": self.card.id, "keys": {name: request.run.entry(name).hex() for name in request.hooks}}
@@ -190,7 +199,11 @@ class Dataset:
             return hook
         readout = hook if isinstance(hook, Readout) else from_text(hook) if entries.is_readout(hook) else None
         found: list[str] = []
-        for name in resolve(readout.hook if readout else hook, self.card):  # type: ignore[arg-type]
+        try:
+            names = resolve(readout.hook if readout else hook, self.card)  # type: ignore[arg-type]
+        except InvalidJob as error:
+            raise InvalidJob("hook", error.reason, ", ".join(self.hooks)) from None
+        for name in names:
             if readout is None:
                 found += [name] if name in self.hooks else []
                 continue
@@ -292,6 +305,7 @@ class Dataset:
     # -- inside
 
     def _document(self, number: int) -> dict[str, Any]:
+        number = operator.index(number)
         if not -len(self) <= number < len(self):
             raise IndexError(f"sequence {number} of {len(self)}")
         number %= len(self)

@@ -35,7 +35,7 @@ class DatasetOptions(CaptureOptions, total=False):
     """
 
     prompt: str
-    columns: Sequence[str] | None
+    columns: str | Sequence[str] | None
     context: int | None
     separator: int | str | None
     begin: int | str | None

@@ -40,12 +40,12 @@ class Source:
     Parameters
     ----------
     rows
-        An iterable of prompts or of mappings (`datasets.Dataset` is one), or the path of a `.jsonl`, `.parquet` or
-        `.csv` file.
+        An iterable of prompts or of mappings (`datasets.Dataset` is one), a table of pandas, polars or pyarrow, or the
+        path of a `.jsonl`, `.parquet` or `.csv` file.
     prompt
         The column that holds the prompt, where rows are mappings.
     columns
-        Which other columns are kept; default all.
+        Which other columns are kept, one or several; default all.
 
     Raises
     ------
@@ -53,18 +53,19 @@ class Source:
         It is none of these.
     """
 
-    def __init__(self, rows: Any, prompt: str = "text", columns: Sequence[str] | None = None) -> None:
+    def __init__(self, rows: Any, prompt: str = "text", columns: str | Sequence[str] | None = None) -> None:
         self.prompt = prompt
-        self.columns = None if columns is None else list(columns)
-        self._rows: Any = rows
+        self.columns = [columns] if isinstance(columns, str) else None if columns is None else list(columns)
+        self._rows: Any = _of_table(rows)
         self._open: Callable[[Path], Iterable[Any]] | None = None
         if isinstance(rows, (str, Path)):
             self._rows = Path(rows)
             self._open = _FILES.get(self._rows.suffix)
             if self._open is None or not self._rows.is_file():
                 raise InvalidJob("rows", f"{rows} is no file that can be read", f"a file that ends in {_KNOWN}")
-        elif isinstance(rows, Mapping) or not isinstance(rows, Iterable):
-            raise InvalidJob("rows", f"got {type(rows).__name__}", f"an iterable, or a file that ends in {_KNOWN}")
+        elif isinstance(self._rows, Mapping) or not isinstance(self._rows, Iterable):
+            allowed = f"an iterable (of several splits one), or a file that ends in {_KNOWN}"
+            raise InvalidJob("rows", f"got {type(rows).__name__}", allowed)
 
     @property
     def once(self) -> bool:
@@ -135,15 +136,26 @@ def _plain(value: Any, name: str, index: int) -> Any:
     raise InvalidJob("columns", f"{name!r} of row {index} is a {type(value).__name__}", "JSON values, or other columns")
 
 
+def _of_table(rows: Any) -> Any:
+    """A table of another library as its rows: walking through it would give its columns."""
+    for method, arguments in (("to_pylist", ()), ("to_dicts", ()), ("to_dict", ("records",))):
+        if hasattr(rows, method) and hasattr(rows, "columns"):
+            return getattr(rows, method)(*arguments)
+    return rows
+
+
 def _json_lines(path: Path) -> Iterator[Any]:
-    with path.open() as stream:
-        for text in stream:
+    with path.open(encoding="utf-8-sig") as stream:
+        for number, text in enumerate(stream, 1):
             if text.strip():
-                yield json.loads(text)
+                try:
+                    yield json.loads(text)
+                except ValueError as error:
+                    raise InvalidJob("rows", f"{path}, line {number}: {error}", "JSON in each line") from None
 
 
 def _comma_separated(path: Path) -> Iterator[Any]:
-    with path.open(newline="") as stream:
+    with path.open(newline="", encoding="utf-8-sig") as stream:
         yield from csv.DictReader(stream)
 
 

@@ -97,7 +97,7 @@ def _sae_of(dataset: Dataset, features: str | Readout | None) -> str:
         return name
     found = [name for name in dataset.hooks if entries.is_readout(name) and entries.parse(name).op == "sae"]
     if len(found) != 1:
-        raise InvalidJob("features", f"the dataset has {len(found)} such readouts", "one, or say which")
+        raise InvalidJob("features", f"the dataset has {len(found)} readouts made by readouts.sae", "one, or say which")
     return found[0]
 
 

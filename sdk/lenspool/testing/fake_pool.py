@@ -10,6 +10,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from lenspool import sync
 from lenspool.access import Found
 from lenspool.answer import Desk
 from lenspool.arguments import Manner
@@ -18,6 +19,7 @@ from lenspool.client import Client
 from lenspool.errors import InvalidJob, PoolUnavailable
 from lenspool.handle import Job
 from lenspool.job import Request, closed
+from lenspool.loop_thread import LoopThread
 from lenspool.result import Reader
 from lenspool.testing.fake_model import byte_tokenizer, fake_card
 from lenspool.testing.fake_rows import fake_rows
@@ -69,6 +71,10 @@ class FakePool:
     def client(self) -> Client:
         """A new client of this pool; `async with` is not needed."""
         return _FakeClient(self)
+
+    def sync_client(self) -> sync.Client:
+        """A new client without asyncio."""
+        return sync.Client._of(LoopThread(), self.client())
 
     async def find(self, request: Request, *, ran: bool) -> Found:
         """See `lenspool.access.Access`."""
