@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 import typer
+from rich.table import Table
 
 from lenspool.cli import app, asking
+from lenspool.cli.tables import print_table
 from lenspool_worker.__main__ import app as worker_app
 
 PASSED_ON = ("up", "worker", "demo-model")
@@ -56,3 +58,12 @@ def test_completion_offers_nothing_when_nobody_answers(monkeypatch: pytest.Monke
         began = time.monotonic()
         assert asking.hook_names(context, "") == asking.model_names(context, "") == []
         assert time.monotonic() - began < 10
+
+
+def test_a_pipe_gets_whole_names(capsys: pytest.CaptureFixture[str]) -> None:
+    table = Table("model", "hook", "what")
+    names = ["m" * 90, "h" * 90, "a sentence of words"]
+    table.add_row(*names)
+    print_table(table)
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "mmm" in line]
+    assert all(name in line for name in names)

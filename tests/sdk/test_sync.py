@@ -86,7 +86,7 @@ async def test_inside_a_running_loop_it_says_what_to_do(twin: sync.Client) -> No
 
 
 def test_the_loop_of_a_notebook_may_be_blocked(twin: sync.Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a cell is run: inside the kernel's loop. `tests/e2e/test_notebook.py` does it in a real one."""
+    """As a cell is run: inside the kernel's loop. `examples/tour.ipynb` does it in a real one."""
     shell = types.SimpleNamespace(kernel=object())
     monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: shell))  # type: ignore[arg-type]
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
+from lenspool.cli.tables import print_table
 from lenspool.config import settings
 from lenspool.errors import LenspoolError
 from lenspool_cache import Policy, Run, Store, collect, save_lower, verify
@@ -83,7 +83,7 @@ def _table(rows: list[dict[str, Any]], as_json: bool) -> None:
     for row in rows:
         short = row | {"run": row["run"][:_SHORT], "key": row["key"][:_SHORT]}
         table.add_row(*(str(short[column]) for column in columns))
-    Console().print(table)
+    print_table(table)
 
 
 def _full_keys(store: Store, prefixes: list[str]) -> list[bytes]:

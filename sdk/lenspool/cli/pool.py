@@ -8,12 +8,11 @@ import json
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
 from lenspool.cli.asking import Json, Model, Redis, ask, print_json
-from lenspool.cli.tables import status_tables
+from lenspool.cli.tables import print_table, status_tables
 from lenspool.client import Client
 
 
@@ -27,7 +26,7 @@ def models(redis: Redis = None, as_json: Json = False) -> None:
     for card in cards:
         sizes = (card.n_layers, card.d_model, card.dtype, card.max_model_len, len(card.hooks))
         table.add_row(card.id, card.architecture, *map(str, sizes), card.store_path)
-    Console().print(table)
+    print_table(table)
 
 
 def hooks(redis: Redis = None, model: Model = None, as_json: Json = False) -> None:
@@ -39,7 +38,7 @@ def hooks(redis: Redis = None, model: Model = None, as_json: Json = False) -> No
     table = Table("hook", "width", "editable", "shape")
     for info in infos:
         table.add_row(info.name, str(info.width), "yes" if info.editable else "no", str(list(info.shape)))
-    Console().print(table)
+    print_table(table)
 
 
 def status(
@@ -67,4 +66,4 @@ def status(
     if as_json:
         print_json(rows)
     else:
-        Console().print(status_tables(rows))
+        print_table(status_tables(rows))

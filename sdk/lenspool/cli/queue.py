@@ -7,11 +7,11 @@ from dataclasses import asdict
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
 from lenspool.cli.asking import Json, Model, Redis, ask, print_json
+from lenspool.cli.tables import print_table
 from lenspool.client import Client
 from lenspool.operating import JobView, Operator
 
@@ -37,7 +37,10 @@ def show(
     if as_json:
         print_json([asdict(view) for view in views])
         return
-    Console().print(_table(views) if views else "no job waits, runs or has failed lately")
+    if views:
+        print_table(_table(views))
+    else:
+        print("no job waits, runs or has failed lately")
 
 
 @app.command()

@@ -7,11 +7,11 @@ from typing import Annotated, Any
 
 import numpy as np
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from lenspool.cli import files
 from lenspool.cli.asking import Json, Model, Priority, Redis, Retries, Timeout, ask, fail, hook_names, print_json
+from lenspool.cli.tables import print_table
 from lenspool.client import Client
 from lenspool.errors import InvalidJob
 from lenspool.result import Generation
@@ -65,7 +65,7 @@ def capture(
     table = Table("hook", "shape", "mean norm", title="from the store" if document["cached"] else "computed")
     for row in document["hooks"]:
         table.add_row(row["hook"], str(row["shape"]), f"{row['mean_norm']:.4g}")
-    Console().print(table)
+    print_table(table)
 
 
 def _positions(text: str) -> Any:

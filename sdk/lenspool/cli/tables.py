@@ -1,12 +1,26 @@
-"""What `lenspool status` shows."""
+"""Tables of commands, and those of `lenspool status`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.console import Group
+from rich.console import Console, Group
 from rich.table import Table
+
+_WIDE = 10_000
+
+
+def print_table(table: Table | Group) -> None:
+    """Print all that is in a table: in a terminal long names go on in the next line, in a pipe lines are long."""
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=_WIDE)
+    for one in table.renderables if isinstance(table, Group) else [table]:
+        if isinstance(one, Table):
+            for column in one.columns:
+                column.overflow = "fold"
+    console.print(table)
 
 
 def status_tables(rows: Sequence[Mapping[str, Any]]) -> Group:
