@@ -27,6 +27,7 @@ from lenspool.errors import (
     UnsupportedHook,
     WorkerLost,
 )
+from lenspool.generation import Generation
 from lenspool.handle import Job
 from lenspool.interventions import (
     ArrayRef,
@@ -49,7 +50,7 @@ from lenspool.logprobs import Logprobs
 from lenspool.logs import configure_logging
 from lenspool.places import At, Tokens, at
 from lenspool.plan import Plan
-from lenspool.result import Capture, Generation
+from lenspool.result import Capture
 from lenspool.stacked import Stack, stack
 from lenspool.streaming import Delta, TokenStream
 

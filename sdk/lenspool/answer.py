@@ -12,9 +12,10 @@ from typing import Any, TypeVar
 import numpy as np
 
 from lenspool.access import Access, Found
+from lenspool.generation import Generation
 from lenspool.job import Request, job_id
 from lenspool.queue import JobQueue
-from lenspool.result import Capture, Generation
+from lenspool.result import Capture
 from lenspool.streaming import Delta, Tell
 from lenspool.terms import Terms, check_seconds
 from lenspool.ticket import answer_of

@@ -14,7 +14,8 @@ import numpy as np
 from lenspool import hooks as hk
 from lenspool.card import HookInfo, ModelCard
 from lenspool.edit_forms import FORMS, NORMS
-from lenspool.edit_values import Columns, Selection, Values, columns_of, select
+from lenspool.edit_places import Columns, Selection, columns_of, select
+from lenspool.edit_values import Values
 from lenspool.errors import InvalidJob, UnsupportedHook
 from lenspool.interventions import Intervention, Where, as_number
 

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from lenspool.card import ModelCard
 from lenspool.errors import InvalidJob, JobCancelled
+from lenspool.generation import Generation
 from lenspool.job import Request
-from lenspool.result import Capture, Generation
+from lenspool.result import Capture
 
 if TYPE_CHECKING:
     from lenspool.client.submitting import Submitting

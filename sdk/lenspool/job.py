@@ -19,7 +19,7 @@ from lenspool import positions as ps
 from lenspool.card import ModelCard
 from lenspool.edit_documents import to_documents
 from lenspool.errors import InvalidJob
-from lenspool.readouts import resolve
+from lenspool.requested import resolve
 from lenspool.sampling import check_sampling
 from lenspool.sizes import check_bytes
 from lenspool.tokenizer import Tokenizer

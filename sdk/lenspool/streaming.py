@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
-from lenspool.result import Generation
+from lenspool.generation import Generation
 
 
 @dataclass(frozen=True)

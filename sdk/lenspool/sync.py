@@ -12,11 +12,12 @@ from lenspool import client as aio
 from lenspool import handle, local, streaming
 from lenspool.card import HookInfo, ModelCard
 from lenspool.datasets.manifest import Dataset
+from lenspool.generation import Generation
 from lenspool.interventions import ArrayRef
 from lenspool.loop_thread import LoopThread
 from lenspool.places import Tokens
 from lenspool.plan import Plan
-from lenspool.result import Capture, Generation
+from lenspool.result import Capture
 from lenspool.worker_options import WorkerOptions
 
 P = ParamSpec("P")

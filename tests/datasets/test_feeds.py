@@ -98,7 +98,7 @@ def test_the_buffer_goes_on_from_epoch_to_epoch(dataset: Dataset) -> None:
 
 async def test_latents_need_features_of_all_positions(dataset: Dataset, tmp_path: Path) -> None:
     pytest.importorskip("safetensors", reason="an extra")
-    with pytest.raises(InvalidJob, match="0 such readouts"):
+    with pytest.raises(InvalidJob, match=r"0 readouts made by readouts\.sae"):
         save_latents(dataset, tmp_path)
     client = FakePool(store=tmp_path / "store").client()
     features = sae("resid_post.1", np.ones((16, 40)), np.zeros(40), k=4)

@@ -7,12 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from lenspool import Client
 from lenspool.integrations.transformer_lens import PoolBridge, boot_pool
 from tests.integrations import golden
+from tests.integrations.inspect_models import Reference
 
 os.environ.setdefault("WANDB_MODE", "disabled")
 
@@ -32,6 +34,16 @@ def oracle(smollm2: Path) -> Any:
 
     with torch.no_grad():
         return TransformerBridge.boot_transformers(str(smollm2), device="cpu", dtype=torch.float32)
+
+
+@pytest.fixture(scope="session")
+def reference(smollm2: Path) -> Reference:
+    return Reference(smollm2)
+
+
+@pytest.fixture(scope="session")
+def vector() -> np.ndarray:
+    return np.random.default_rng(3).normal(0, 4.0, 576).astype(np.float32)
 
 
 @pytest.fixture(autouse=True)

@@ -23,9 +23,10 @@ from lenspool import readouts as ro
 from lenspool.access import RedisAccess, StoreAccess
 from lenspool.answer import result_of
 from lenspool.card import ModelCard
+from lenspool.generation import Generation
 from lenspool.interventions import add
 from lenspool.job import Request, job_id, prepare
-from lenspool.result import Capture, Generation
+from lenspool.result import Capture
 from lenspool.sampling import sampling_document
 from lenspool_cache import Store
 from tests.families.checkpoints import VOCABULARY, WIDTH, make

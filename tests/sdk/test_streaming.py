@@ -11,8 +11,8 @@ import pytest
 
 from lenspool.card import ModelCard
 from lenspool.errors import EngineFailed
+from lenspool.generation import Generation
 from lenspool.logprobs import Logprobs
-from lenspool.result import Generation
 from lenspool.streaming import Delta, Tell, TokenStream
 
 TOKENS = [5, 3, 8, 1, 9]

@@ -14,7 +14,7 @@ from lenspool.cli.asking import Json, Model, Priority, Redis, Retries, Timeout, 
 from lenspool.cli.tables import print_table
 from lenspool.client import Client
 from lenspool.errors import InvalidJob
-from lenspool.result import Generation
+from lenspool.generation import Generation
 
 Positions = Annotated[str, typer.Option(help='"all", "last", or ints like "0,-1".')]
 

@@ -8,7 +8,8 @@ from typing import Literal, Unpack, overload
 from lenspool.arguments import CaptureOptions, GenerateOptions, Hooks, Prompt, check_names, sampling_of
 from lenspool.client.requesting import Requesting
 from lenspool.errors import InvalidJob
-from lenspool.result import Capture, Generation
+from lenspool.generation import Generation
+from lenspool.result import Capture
 from lenspool.sampling import check_integer, sampling_document
 from lenspool.streaming import Tell, TokenStream
 

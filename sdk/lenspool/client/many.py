@@ -8,9 +8,10 @@ from typing import Any, Unpack
 
 from lenspool.arguments import CaptureOptions, Hooks, Interventions, ManyOptions, Prompt, check_names
 from lenspool.client.calls import Calls
-from lenspool.datasets.build import build, place_of
+from lenspool.datasets.build import build
 from lenspool.datasets.manifest import Dataset
 from lenspool.datasets.options import DatasetOptions
+from lenspool.datasets.place import place_of
 from lenspool.hooks import resolve
 from lenspool.interventions import listed
 from lenspool.many import check_prompts, in_flight

@@ -12,9 +12,10 @@ from lenspool.answer import Desk
 from lenspool.arguments import Hooks, Manner, Options, Prompt, check_names, manner
 from lenspool.connection import Connection
 from lenspool.errors import InvalidJob
+from lenspool.generation import Generation
 from lenspool.job import Request, check_reuse, prepare, tokenize
 from lenspool.places import Tokens, located
-from lenspool.result import Capture, Generation
+from lenspool.result import Capture
 from lenspool.retrying import persistent
 from lenspool.staged import resolved
 from lenspool.streaming import Tell

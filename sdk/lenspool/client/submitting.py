@@ -17,9 +17,10 @@ from lenspool.arguments import (
     sampling_of,
 )
 from lenspool.client.requesting import Requesting
+from lenspool.generation import Generation
 from lenspool.handle import Job, record_of
 from lenspool.job import Request
-from lenspool.result import Capture, Generation
+from lenspool.result import Capture
 from lenspool.retrying import persistent
 from lenspool.sampling import sampling_document
 from lenspool.terms import Terms

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from lenspool import entries
 from lenspool.arguments import check_names
 from lenspool.datasets.claims import Claims
 from lenspool.datasets.folder import Folder
-from lenspool.datasets.manifest import Dataset, pin_name
+from lenspool.datasets.manifest import Dataset
 from lenspool.datasets.options import DatasetOptions
 from lenspool.datasets.packing import Packing, Sequence
+from lenspool.datasets.place import pin_name, place_of
 from lenspool.datasets.sources import Source, SourceRow, digest
 from lenspool.datasets.spec import Asked, spec_of
 from lenspool.errors import CacheFull, InvalidJob, LenspoolError, PoolUnavailable, QueueFull
@@ -37,7 +35,6 @@ _OPEN_CHUNKS = 3
 """Chunks that are worked on at once: while one waits for its last rows, the next ones keep the pool busy."""
 _CHUNK, _CONCURRENCY = 512, 256
 _LOOK_S, _BUSY_S = 0.2, 1.0
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 @dataclass(frozen=True)
@@ -297,20 +294,3 @@ async def build(client: Requesting, name: str, rows: Any, hooks: Any, **options:
     }
     job = Build(client, Folder(folder), store, source, asked, packing, chunk)
     return await job.run(spec, about, concurrency, options.get("progress", False))
-
-
-def place_of(store: Store | None, name: str, folder: str | os.PathLike[str] | None) -> Path:
-    """Folder of a dataset: the one that is given, or the store's own for the name.
-
-    Raises
-    ------
-    InvalidJob
-        The name cannot be that of a folder and of pins, or there is neither folder nor store.
-    """
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise InvalidJob("name", f"got {name!r}", "letters, digits, '.', '_' and '-', at most 64 of them")
-    if folder is not None:
-        return Path(folder)
-    if store is None:
-        raise InvalidJob("folder", "this client does not reach the store", "the folder of the dataset")
-    return store.path / "datasets" / name

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import operator
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
@@ -13,37 +12,21 @@ import numpy as np
 
 from lenspool import entries
 from lenspool.card import HookInfo, ModelCard
+from lenspool.datasets.example import Example
 from lenspool.datasets.folder import Folder
 from lenspool.datasets.mapped import Mapped, map_tokens
+from lenspool.datasets.place import pin_name, store_of
 from lenspool.datasets.statistics import Statistics
-from lenspool.errors import CacheError, InvalidJob
+from lenspool.errors import InvalidJob
 from lenspool.hooks import resolve
 from lenspool.job import Request, closed
 from lenspool.readouts import Readout, from_text
-from lenspool.result import Capture
-from lenspool_cache import Store, canonical_json
+from lenspool_cache import Store
 from lenspool_cache import ranges as rg
 from lenspool_cache.codec import dtype_of
 
 if TYPE_CHECKING:
     from lenspool.datasets.loading import SequenceDataset, TokenDataset
-
-
-class Example(Capture):
-    """One sequence of a dataset: a `Capture`, and the rows that its tokens are of.
-
-    Attributes
-    ----------
-    rows
-        `(row, start, stop)` for each row that has tokens here: those at positions `[start, stop)`.
-    columns
-        Kept columns of each of these rows; of a dataset that is not packed `columns[0]`.
-    """
-
-    def __init__(self, document: Mapping[str, Any], **rest: Any) -> None:
-        super().__init__(**rest)
-        self.rows = [(int(row), int(start), int(stop)) for row, start, stop in document["rows"]]
-        self.columns: list[dict[str, Any]] = document["columns"]
 
 
 class Dataset:
@@ -98,7 +81,7 @@ class Dataset:
         self.n_tokens: int = manifest["tokens"]
         self._failures: int = manifest["failures"]
         self._chunks: int = manifest["chunks"]
-        self._store_path = _store_of(self.folder, document["about"]["store"], store)
+        self._store_path = store_of(self.folder, document["about"]["store"], store)
         self._open()
 
     def _open(self) -> None:
@@ -347,25 +330,3 @@ class Dataset:
 def _matches(stored: str, shown: str) -> bool:
     one, other = entries.parse(stored), entries.parse(shown)
     return (one.hook, one.op, one.lens) == (other.hook, other.op, other.lens)
-
-
-def pin_name(name: str, spec: Mapping[str, Any]) -> str:
-    """What the names of a dataset's pins begin with."""
-    return f"dataset.{name}.{hashlib.sha256(canonical_json(spec)).hexdigest()[:12]}"
-
-
-def _store_of(folder: Path, told: Mapping[str, str], given: str | os.PathLike[str] | None) -> Path:
-    """The store that a dataset refers to.
-
-    Raises
-    ------
-    CacheError
-        It is not there.
-    """
-    candidates = [Path(given)] if given is not None else [Path(told["path"]), folder.parent.parent]
-    for path in candidates:
-        if (path / "store.json").is_file():
-            with Store(path, read_only=True) as store:
-                if store.id == told["id"]:
-                    return path.absolute()
-    raise CacheError(f"the store {told['id']} of the dataset in {folder} is not at {' or '.join(map(str, candidates))}")

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from lenspool import entries
-from lenspool import readouts as ro
 from lenspool.arguments import Manner
 from lenspool.card import ModelCard
 from lenspool.datasets.folder import VERSION
@@ -15,6 +14,7 @@ from lenspool.datasets.packing import Packing
 from lenspool.errors import InvalidJob
 from lenspool.interventions import ArrayRef, Intervention, as_float32
 from lenspool.readouts import Readout
+from lenspool.requested import resolve
 from lenspool.result import Capture
 from lenspool_cache import array_digest
 
@@ -32,7 +32,7 @@ class Asked:
 def spec_of(card: ModelCard, asked: Asked, packing: Packing, chunk: int) -> dict[str, Any]:
     """What the sequences of a dataset and their activations follow from, beside its rows."""
     ranges = [(0, 2)]
-    names, _ = ro.resolve(asked.hooks, card, ranges, 2, 2, generating=False)
+    names, _ = resolve(asked.hooks, card, ranges, 2, 2, generating=False)
     if not names:
         raise InvalidJob("hooks", "no hook was asked for", "at least one hook name")
     return {

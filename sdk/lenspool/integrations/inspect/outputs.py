@@ -23,9 +23,9 @@ from inspect_ai.tool import ToolInfo
 
 from lenspool import logprobs as lp
 from lenspool.errors import InvalidJob
+from lenspool.generation import Generation
 from lenspool.integrations.inspect.tool_calls import find_calls
 from lenspool.integrations.wire import KINDS, encode_array
-from lenspool.result import Generation
 from lenspool.tokenizer import Tokenizer
 
 LOGITS = "unembed.hook_out"

@@ -19,9 +19,9 @@ from lenspool.answer import Desk, result_of
 from lenspool.card import ModelCard
 from lenspool.client import Client
 from lenspool.errors import CacheError
+from lenspool.generation import Generation
 from lenspool.handle import record_of, request_of
 from lenspool.job import Request
-from lenspool.result import Generation
 from lenspool.terms import Terms
 from lenspool_cache import Store
 from lenspool_cache.keys import array_digest

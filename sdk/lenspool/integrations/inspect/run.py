@@ -17,8 +17,8 @@ from inspect_ai.model._stream import (
 
 from lenspool.card import ModelCard
 from lenspool.client import Client
+from lenspool.generation import Generation
 from lenspool.interventions import Intervention
-from lenspool.result import Generation
 from lenspool.tokenizer import Tokenizer
 
 
