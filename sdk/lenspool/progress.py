@@ -7,7 +7,9 @@ import html
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sized
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
+
+T = TypeVar("T")
 
 _REDRAW_S = 0.2
 _SHARE = 0.01
@@ -53,6 +55,14 @@ def progress_bar(show: bool, items: Iterable[Any], what: str) -> Iterator[Callab
     finally:
         draw()
         bar.close()
+
+
+def tracked(items: Iterable[T], show: bool, what: str) -> Iterator[T]:
+    """The items, with a bar of how many have been taken."""
+    with progress_bar(show, items, what) as advance:
+        for item in items:
+            yield item
+            advance()
 
 
 @contextlib.contextmanager

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import pickle
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from lenspool import CacheError, Dataset, InvalidJob
+from lenspool import CacheError, Dataset, InvalidJob, feeds
 from lenspool.datasets.shuffling import shuffled
 from lenspool.datasets.statistics import Statistics
 from lenspool.readouts import loss, reduce
@@ -125,3 +128,26 @@ def test_pytorch_reads_sequences_and_tokens_in_worker_processes(dataset: Dataset
     assert not torch.equal(next(iter(free)), next(iter(free)))
     skipped = torch.cat(list(dataset.torch_tokens(HOOK, 64, skip=2)))
     assert len(skipped) == dataset.n_tokens - 2 * len(dataset)
+
+
+def test_long_walks_show_how_far_they_are(
+    dataset: Dataset, packed: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+
+    @contextlib.contextmanager
+    def bar(show: bool, items: Any, what: str) -> Iterator[Any]:
+        done: list[int] = []
+        yield lambda: done.append(1)
+        assert show and len(done) == len(items) > 0
+        seen.append(what)
+
+    for module in ("lenspool.progress", "lenspool.feeds.arrays"):
+        monkeypatch.setattr(f"{module}.progress_bar", bar)
+    dataset.statistics(HOOK, progress=True)
+    dataset.memmap(HOOK, tmp_path, progress=True)
+    feeds.save_safetensors(packed, tmp_path / "safetensors", progress=True)
+    feeds.save_zarr(packed, tmp_path / "zarr", progress=True)
+    feeds.save_parquet(packed, tmp_path / "means.parquet", progress=True)
+    feeds.save_sae_lens(packed, HOOK, tmp_path / "sae-lens", progress=True)
+    assert seen == ["statistics", "memmap", "safetensors", "zarr", "parquet", "contexts"]

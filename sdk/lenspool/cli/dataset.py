@@ -152,7 +152,7 @@ def stats(
     """Norms, mean and deviation of a hook's rows; the vectors with --json."""
     with _errors():
         opened = Dataset(_folder(dataset, store), store)
-        found = opened.statistics(hook, skip=skip)
+        found = opened.statistics(hook, skip=skip, progress=not as_json)
         document = {
             "hook": opened.column(hook),
             "count": found.count,
@@ -184,18 +184,20 @@ def export(
         if format in (Format.sae_lens, Format.numpy) and len(hooks) != 1:
             raise InvalidJob("hook", f"{format.value} takes one, and there are {len(hooks)}", ", ".join(opened.hooks))
         written: dict[str, Any]
+        show = not as_json
         if format is Format.sae_lens:
-            written = feeds.save_sae_lens(opened, hooks[0], out, context=context, dtype=dtype)
+            written = feeds.save_sae_lens(opened, hooks[0], out, context=context, dtype=dtype, progress=show)
         elif format is Format.safetensors:
-            written = feeds.save_safetensors(opened, out, hooks, dtype=dtype)
+            written = feeds.save_safetensors(opened, out, hooks, dtype=dtype, progress=show)
         elif format is Format.zarr:
-            written = feeds.save_zarr(opened, out, hooks, dtype=dtype)
+            written = feeds.save_zarr(opened, out, hooks, dtype=dtype, progress=show)
         elif format is Format.parquet:
-            written = feeds.save_parquet(opened, out, [*hooks], pool=pool)
+            written = feeds.save_parquet(opened, out, [*hooks], pool=pool, progress=show)
         elif format is Format.delphi:
-            written = feeds.save_latents(opened, out, hook[0] if hook else None, n_splits=splits, model_name=tokenizer)
+            features = hook[0] if hook else None
+            written = feeds.save_latents(opened, out, features, n_splits=splits, model_name=tokenizer, progress=show)
         else:
-            mapped = opened.memmap(hooks[0], out, dtype)
+            mapped = opened.memmap(hooks[0], out, dtype, progress=show)
             written = {"sequences": len(mapped), "tokens": len(mapped.array)}
         _show({"format": format.value, "out": str(out), **written}, as_json)
 

@@ -78,7 +78,8 @@ class Build:
         self._spec, self._pin = spec, pin_name(about["name"], spec)
         self._seats = asyncio.Semaphore(concurrency)
         self._concurrency = concurrency
-        with progress_bar(progress, range(about["rows"]) if about["rows"] is not None else (), "dataset") as advance:
+        count = about["rows"]
+        with progress_bar(progress, iter(()) if count is None else range(count), "dataset") as advance:
             held = await self._pass(None, advance)
             while held:
                 freed = await self._freed(held)

@@ -20,6 +20,7 @@ from lenspool.datasets.statistics import Statistics
 from lenspool.errors import InvalidJob
 from lenspool.hooks import resolve
 from lenspool.job import Request, closed
+from lenspool.progress import tracked
 from lenspool.readouts import Readout, from_text
 from lenspool_cache import Store
 from lenspool_cache import ranges as rg
@@ -228,21 +229,28 @@ class Dataset:
             raise InvalidJob("hook", f"rows of {name} are as wide as the prompt is long", "a hook of one width")
         return info
 
-    def statistics(self, hook: str | Readout, *, skip: int = 0) -> Statistics:
+    def statistics(self, hook: str | Readout, *, skip: int = 0, progress: bool = False) -> Statistics:
         """Mean, standard deviation and norms of a hook's rows, in one walk through all of them.
 
         Parameters
         ----------
         skip
             Positions at the start of each sequence that are left out: the first is an attention sink in many models.
+        progress
+            Show a bar, in a terminal (on stderr) or notebook only.
         """
         name, found = self.column(hook), Statistics(self.width(hook))
-        for number in range(len(self)):
+        for number in tracked(range(len(self)), progress, "statistics"):
             found.add(self.matrix(number, name)[self.positions(number, name) >= skip])
         return found
 
     def memmap(
-        self, hook: str | Readout, folder: str | os.PathLike[str] | None = None, dtype: Any | None = None
+        self,
+        hook: str | Readout,
+        folder: str | os.PathLike[str] | None = None,
+        dtype: Any | None = None,
+        *,
+        progress: bool = False,
     ) -> Mapped:
         """All rows of a hook as one array in a file, `[tokens, width]`; a copy, made at the first call.
 
@@ -252,10 +260,11 @@ class Dataset:
             Where it is kept; default `arrays` in the dataset's folder.
         dtype
             Default as stored, bfloat16 as float32: files of numpy have no bfloat16.
+        progress
+            Show a bar, in a terminal (on stderr) or notebook only.
         """
-        return map_tokens(
-            self, self.column(hook), Path(folder) if folder is not None else self.folder / "arrays", dtype
-        )
+        place = Path(folder) if folder is not None else self.folder / "arrays"
+        return map_tokens(self, self.column(hook), place, dtype, progress)
 
     def torch(self, *hooks: str | Readout) -> SequenceDataset:
         """A `torch.utils.data.Dataset` of sequences; see `lenspool.datasets.loading`."""

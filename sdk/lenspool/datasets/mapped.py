@@ -11,6 +11,7 @@ import numpy as np
 from numpy.lib.format import open_memmap
 
 from lenspool.errors import InvalidJob
+from lenspool.progress import tracked
 
 if TYPE_CHECKING:
     from lenspool.datasets.manifest import Dataset
@@ -59,7 +60,7 @@ def starts_of(dataset: Dataset, name: str) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64)
 
 
-def map_tokens(dataset: Dataset, name: str, folder: Path, dtype: Any | None) -> Mapped:
+def map_tokens(dataset: Dataset, name: str, folder: Path, dtype: Any | None, progress: bool) -> Mapped:
     """See `Dataset.memmap`."""
     chosen = plain_dtype(dataset.dtype(name), dtype)
     folder.mkdir(parents=True, exist_ok=True)
@@ -71,7 +72,7 @@ def map_tokens(dataset: Dataset, name: str, folder: Path, dtype: Any | None) -> 
         starts = starts_of(dataset, name)
         draft = folder / f".{uuid.uuid4().hex}.npy"
         array = open_memmap(draft, "w+", chosen, (int(starts[-1]), dataset.width(name)))
-        for number in range(len(dataset)):
+        for number in tracked(range(len(dataset)), progress, "memmap"):
             array[starts[number] : starts[number + 1]] = dataset.matrix(number, name)
         array.flush()
         del array

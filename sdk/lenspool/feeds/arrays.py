@@ -14,6 +14,7 @@ from lenspool.datasets.manifest import Dataset
 from lenspool.datasets.mapped import plain_dtype
 from lenspool.errors import InvalidJob
 from lenspool.extras import needed
+from lenspool.progress import progress_bar, tracked
 from lenspool.readouts import Readout
 
 Hooks = str | Readout | Sequence[str | Readout] | None
@@ -38,6 +39,7 @@ def save_safetensors(
     *,
     dtype: Any | None = None,
     shard_bytes: int = 1 << 30,
+    progress: bool = False,
 ) -> dict[str, int]:
     """Write files `rows-00000.safetensors`, ..., each with whole sequences.
 
@@ -52,6 +54,8 @@ def save_safetensors(
         Default as stored, bfloat16 as float32.
     shard_bytes
         About how large a file is, and how much memory this takes.
+    progress
+        Show a bar, in a terminal (on stderr) or notebook only.
 
     Returns
     -------
@@ -63,31 +67,39 @@ def save_safetensors(
     per_token = sum(dataset.width(name) * types[name].itemsize for name in names) + 16
     target.mkdir(parents=True, exist_ok=True)
     files = tokens = first = 0
-    while first < len(dataset):
-        stop, size = first, 0
-        while stop < len(dataset) and (stop == first or size < shard_bytes):
-            size += len(dataset.positions(stop)) * per_token
-            stop += 1
-        numbers = range(first, stop)
-        positions = [dataset.positions(i) for i in numbers]
-        starts = np.concatenate([[0], np.cumsum([len(p) for p in positions])]).astype(np.int64)
-        arrays = {name: np.empty((starts[-1], dataset.width(name)), types[name]) for name in names}
-        for name, array in arrays.items():
-            for i, start, end in zip(numbers, starts, starts[1:], strict=False):
-                array[start:end] = dataset.matrix(i, name)
-        arrays |= {
-            "token_ids": np.concatenate([dataset.token_ids(i) for i in numbers]),
-            "positions": np.concatenate(positions),
-            "starts": starts,
-        }
-        metadata = {"model": dataset.card.id, "dataset": dataset.hash, "first_sequence": str(first)}
-        needed("safetensors.numpy").save_file(arrays, target / f"rows-{files:05d}.safetensors", metadata)
-        files, tokens, first = files + 1, tokens + int(starts[-1]), stop
+    with progress_bar(progress, range(len(dataset)), "safetensors") as advance:
+        while first < len(dataset):
+            stop, size = first, 0
+            while stop < len(dataset) and (stop == first or size < shard_bytes):
+                size += len(dataset.positions(stop)) * per_token
+                stop += 1
+            numbers = range(first, stop)
+            positions = [dataset.positions(i) for i in numbers]
+            starts = np.concatenate([[0], np.cumsum([len(p) for p in positions])]).astype(np.int64)
+            arrays = {name: np.empty((starts[-1], dataset.width(name)), types[name]) for name in names}
+            for name, array in arrays.items():
+                for i, start, end in zip(numbers, starts, starts[1:], strict=False):
+                    array[start:end] = dataset.matrix(i, name)
+            arrays |= {
+                "token_ids": np.concatenate([dataset.token_ids(i) for i in numbers]),
+                "positions": np.concatenate(positions),
+                "starts": starts,
+            }
+            metadata = {"model": dataset.card.id, "dataset": dataset.hash, "first_sequence": str(first)}
+            needed("safetensors.numpy").save_file(arrays, target / f"rows-{files:05d}.safetensors", metadata)
+            files, tokens, first = files + 1, tokens + int(starts[-1]), stop
+            for _ in numbers:
+                advance()
     return {"files": files, "sequences": len(dataset), "tokens": tokens}
 
 
 def save_zarr(
-    dataset: Dataset, folder: str | os.PathLike[str], hooks: Hooks = None, *, dtype: Any | None = None
+    dataset: Dataset,
+    folder: str | os.PathLike[str],
+    hooks: Hooks = None,
+    *,
+    dtype: Any | None = None,
+    progress: bool = False,
 ) -> dict[str, int]:
     """Write a zarr group: an array `[tokens, width]` by the name of each hook, `token_ids`, `positions` and `starts`.
 
@@ -99,6 +111,8 @@ def save_zarr(
         Default all of the dataset.
     dtype
         Default as stored, bfloat16 as float32.
+    progress
+        Show a bar, in a terminal (on stderr) or notebook only.
 
     Returns
     -------
@@ -119,7 +133,7 @@ def save_zarr(
     positions = group.create_array("positions", shape=(tokens,), chunks=(1 << 18,), dtype="int64")
     group.create_array("starts", data=starts)
     group.attrs.update({"model": dataset.card.id, "dataset": dataset.hash})
-    for first, stop in _blocks(starts, max(1, _ZARR_CHUNK // 4096)):
+    for first, stop in tracked(_blocks(starts, max(1, _ZARR_CHUNK // 4096)), progress, "zarr"):
         rows_of = slice(starts[first], starts[stop])
         numbers = range(first, stop)
         for name, column in columns.items():

@@ -10,6 +10,7 @@ import numpy as np
 
 from lenspool.datasets.manifest import Dataset
 from lenspool.errors import InvalidJob
+from lenspool.progress import tracked
 
 
 @dataclass
@@ -22,17 +23,20 @@ class Contexts:
     ----------
     left_out
         Tokens that were left out so far.
+    progress
+        Show a bar while one walks through them.
     """
 
     dataset: Dataset
     hook: str
     length: int
     left_out: int = 0
+    progress: bool = False
 
     def __iter__(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Pairs of token ids `[length]` and rows `[length, width]`."""
         self.left_out = 0
-        for number in range(len(self.dataset)):
+        for number in tracked(range(len(self.dataset)), self.progress, "contexts"):
             tokens = self.dataset.token_ids(number, self.hook)
             whole = len(tokens) // self.length * self.length
             self.left_out += len(tokens) - whole

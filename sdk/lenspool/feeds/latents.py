@@ -13,6 +13,7 @@ from lenspool import entries
 from lenspool.datasets.manifest import Dataset
 from lenspool.errors import InvalidJob
 from lenspool.extras import needed
+from lenspool.progress import tracked
 from lenspool.readouts import Features, Readout
 
 _SMALLEST = 1e-5
@@ -26,6 +27,7 @@ def save_latents(
     *,
     n_splits: int = 5,
     model_name: str | None = None,
+    progress: bool = False,
 ) -> dict[str, int]:
     """Write the features of a dataset that was captured with `readouts.sae` as delphi's `LatentDataset` reads them.
 
@@ -41,6 +43,8 @@ def save_latents(
         Files.
     model_name
         Of the model on the Hugging Face hub, or its folder: delphi loads the tokenizer by it; default the pool's name.
+    progress
+        Show a bar, in a terminal (on stderr) or notebook only.
 
     Returns
     -------
@@ -68,7 +72,7 @@ def save_latents(
     count = 0
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         spills = [(Path(scratch) / f"{i}.places", Path(scratch) / f"{i}.values") for i in range(n_splits)]
-        for context, number in enumerate(taken):
+        for context, number in enumerate(tracked(taken, progress, "latents")):
             count += _spill(dataset[number][name], context, bounds, spills)
         for first, stop, (places, values) in zip(bounds, bounds[1:], spills, strict=False):
             arrays = {**_split(places, values, first), "tokens": tokens}

@@ -30,6 +30,7 @@ def save_sae_lens(
     *,
     context: int | None = None,
     dtype: Any | None = None,
+    progress: bool = False,
 ) -> dict[str, int]:
     """Write activations as SAELens's `ActivationsStore` reads them from `cached_activations_path`.
 
@@ -45,6 +46,8 @@ def save_sae_lens(
         shorter ones are left out.
     dtype
         Default as stored, bfloat16 as float32.
+    progress
+        Show a bar, in a terminal (on stderr) or notebook only.
 
     Returns
     -------
@@ -59,7 +62,7 @@ def save_sae_lens(
     features = hf.Features(
         {name: hf.Array2D((length, width), chosen.name), "token_ids": hf.Sequence(hf.Value("int32"), length=length)}
     )
-    contexts, count = Contexts(dataset, name, length), 0
+    contexts, count = Contexts(dataset, name, length, progress=progress), 0
 
     def rows() -> Iterator[dict[str, np.ndarray]]:
         nonlocal count

@@ -13,6 +13,7 @@ from lenspool.datasets.manifest import Dataset
 from lenspool.datasets.mapped import plain_dtype
 from lenspool.errors import InvalidJob
 from lenspool.extras import needed
+from lenspool.progress import tracked
 from lenspool.readouts import Readout
 
 _POOLS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
@@ -30,6 +31,7 @@ def save_parquet(
     *,
     pool: str = "mean",
     skip: int = 0,
+    progress: bool = False,
 ) -> dict[str, int]:
     """Write a table with a row for each sequence: its kept columns, and a list of float32 for each hook.
 
@@ -44,6 +46,8 @@ def save_parquet(
         How a sequence's rows become one: `"mean"`, `"max"` or `"last"`.
     skip
         Positions at the start of each sequence that are left out, where it has others.
+    progress
+        Show a bar, in a terminal (on stderr) or notebook only.
 
     Returns
     -------
@@ -61,7 +65,7 @@ def save_parquet(
 
     vectors = [pa.field(name, pa.list_(pa.float32(), dataset.width(name))) for name in names]
     try:
-        for first in range(0, len(dataset), _GROUP):
+        for first in tracked(range(0, len(dataset), _GROUP), progress, "parquet"):
             table = pa.Table.from_pylist([_row(dataset, i, names, pool, skip) for i in _group(dataset, first)])
             for field in vectors:
                 at = table.schema.get_field_index(field.name)
