@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -67,3 +69,9 @@ def test_a_pipe_gets_whole_names(capsys: pytest.CaptureFixture[str]) -> None:
     print_table(table)
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "mmm" in line]
     assert all(name in line for name in names)
+
+
+def test_the_workers_commands_go_by_the_name_that_one_types() -> None:
+    command = [sys.executable, "-m", "lenspool.cli", "up", "--help"]
+    answer = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "Usage: lenspool up" in answer.stdout and "--max-in-flight" in answer.stdout

@@ -176,4 +176,4 @@ def _run(settings: Any, out: IO[str], follow_parent: bool, as_json: bool) -> Non
 
 
 if __name__ == "__main__":
-    app()
+    app(prog_name="lenspool")
