@@ -12,6 +12,7 @@ the same chunk both leave the same file.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import threading
 import time
@@ -130,7 +131,8 @@ class Claims:
         count = 0
         while not self._over.wait(BEAT_S):
             count += 1
-            self._tell(count)
+            with contextlib.suppress(OSError):  # a full disk, a server away: it may pass, or this driver counts as gone
+                self._tell(count)
 
     def _tell(self, count: int) -> None:
         # in its place, not by a rename: who opens a file on NFS sees what was written to it, but may see an old name
