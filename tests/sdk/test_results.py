@@ -244,3 +244,17 @@ def test_a_result_is_a_mapping_in_what_one_would_not_think_of(card: ModelCard) -
     with pytest.raises(KeyError, match="several of this result's"):
         result["resid_post.*"]
     assert result == result and result != made(card, {POST: rows(6, 16)}) and len({result}) == 1
+
+
+def test_rows_are_not_copied_where_their_layout_is_the_stored_one(card: ModelCard) -> None:
+    pytest.importorskip("xarray", reason="an extra")
+    stored = {POST: rows(6, 16), Z: rows(6, 16, 1)}
+    result = made(card, stored)
+    read: dict[str, np.ndarray] = {}
+    result._reader = lambda name: read.setdefault(name, stored[name].copy())
+    for name in stored:
+        assert np.shares_memory(result[name], read[name]) and result.numpy(name) is result[name], name
+        assert np.shares_memory(result.to_xarray(name).values, read[name]), name
+    assert result[Z].shape == (6, 2, 8)
+    result.torch(POST)[0] = 0  # a copy, as torch has no tensors that cannot be written to
+    assert np.array_equal(result[POST], stored[POST])
