@@ -83,7 +83,7 @@ $(CONSUMERS)/.installed: $(STAMP) tests/consumers.txt
 	$(PIP) install --quiet --no-deps --upgrade --target $(CONSUMERS) -r tests/consumers.txt
 	@touch $@
 
-# A dataset job that is killed three times (some 10 minutes); memory of 100,000 rows.
+# A dataset job that is killed three times (some 15 minutes); memory of 100,000 rows (5 minutes).
 dataset-proof: install
 	$(PY) benchmarks/dataset_job.py proof
 
