@@ -142,6 +142,9 @@ def prepare(
     reuse = "none" if card.no_prefix_reuse else check_reuse(reuse)
     tokens = tokenize(card, tokenizer, prompt)
     room = card.max_model_len - (sampling["max_tokens"] if sampling else 1)
+    if room < 1 and sampling and len(tokens) < card.max_model_len:  # no prompt would fit
+        most = f"at most {card.max_model_len - len(tokens)} after this prompt (max_model_len {card.max_model_len})"
+        raise InvalidJob("max_tokens", f"got {sampling['max_tokens']}", most)
     if len(tokens) > room:
         more = f" with max_tokens={sampling['max_tokens']}" if sampling else ""
         raise InvalidJob(

@@ -140,6 +140,7 @@ def test_equal_documents_are_one_job(card: ModelCard) -> None:
         ({"prompt": [True]}, "prompt[0]"),
         ({"prompt": [1] * 64}, "prompt"),
         ({"prompt": [1] * 50, "sampling": sampling_document(max_tokens=20)}, "prompt"),
+        ({"prompt": [1] * 5, "sampling": sampling_document(max_tokens=9999)}, "max_tokens"),
         ({"hooks": []}, "hooks"),
         ({"positions": 10}, "positions"),
         ({"positions": "generated"}, "positions"),

@@ -56,7 +56,8 @@ def _show(document: dict[str, Any], as_json: bool) -> None:
         print_json(document)
         return
     for name, value in document.items():
-        print(f"{name:16} {', '.join(map(str, value)) if isinstance(value, list) else value}")
+        shown = ", ".join(map(str, value)) if isinstance(value, list) else value
+        print(f"{name:16} {f'{shown:.6g}' if isinstance(shown, float) else shown}")
 
 
 def _folder(which: str, store: Path | None) -> Path:

@@ -183,7 +183,7 @@ class Build:
                     else:
                         raise answer
             if elsewhere := set[bytes]().union(*lent.values()):
-                await asyncio.to_thread(self._store.pins.add, f"{self._pin_of(chunk)}.prefixes", elsewhere)
+                await asyncio.to_thread(self._store.pins.add, f"{self._pin_of(chunk)}.{len(pinned)}", elsewhere)
                 pinned |= elsewhere
             todo = [index for index in sorted(lent) if lent[index]]  # until they were pinned they could be evicted
         failures = [_failure(row, error) for row, error in sorted(errors.items())]
