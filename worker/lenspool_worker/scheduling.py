@@ -21,6 +21,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from lenspool_cache.keys import canonical_json
 from lenspool_cache.prefix import edits_within
 from lenspool_worker.instrument import SPEC
+from lenspool_worker.leaving import leave
 
 _plain_keys = kv_cache_utils.generate_block_hash_extra_keys
 
@@ -65,4 +66,11 @@ def scheduler(**options: Any) -> Scheduler:
     kind = AsyncScheduler if options["vllm_config"].scheduler_config.async_scheduling else Scheduler
     made = kind(**options)
     _read_less(made.kv_cache_manager)
+    end = made.shutdown
+
+    def shutdown() -> None:
+        end()
+        leave()  # workers and queues are gone before the scheduler
+
+    made.shutdown = shutdown
     return made

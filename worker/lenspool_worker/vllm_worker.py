@@ -12,6 +12,7 @@ from vllm.platforms import current_platform
 from lenspool_cache import Store
 from lenspool_worker.families import Installation, UnsupportedModel, install
 from lenspool_worker.instrument import Instrument
+from lenspool_worker.leaving import leave_at_the_end, spare_the_heap
 from lenspool_worker.parallel import Place
 from lenspool_worker.readouts import Readouts
 from lenspool_worker.runner import attach, prepare_pipeline
@@ -30,6 +31,7 @@ class LensWorker(Worker):
     _installed: Installation | None = None
     _instrument: Instrument | None = None
     _sink: Sink | None = None
+    _store: Store | None = None
     _place = Place()
     _refusal: str | None = None
 
@@ -69,11 +71,19 @@ class LensWorker(Worker):
     def lenspool_connect(self, socket_path: str, store_path: str) -> None:
         """Open the store, and the way on which the parent's verdicts come."""
         assert self._instrument is not None
-        store = Store(store_path)
-        self._instrument.connect(store)
+        self._store = Store(store_path)
+        self._instrument.connect(self._store)
         # The parent closes the socket only when it has ended. vLLM's processes would not notice, and live for ever;
         # they end when this one does.
-        self._sink = Sink(socket_path, self._instrument, store, lambda: os._exit(1), self.rank)
+        self._sink = Sink(socket_path, self._instrument, self._store, lambda: os._exit(1), self.rank)
+        leave_at_the_end()
+
+    def shutdown(self) -> None:
+        """Flush the store, and end."""
+        spare_the_heap()
+        if self._store is not None:
+            self._store.close()
+        super().shutdown()
 
 
 def place() -> Place:
