@@ -134,9 +134,8 @@ class Remote:
             path.unlink(missing_ok=True)
             path.with_name(f"{path.name}.indexed").unlink(missing_ok=True)
         self._packs.relearn()
-        if lost := [place for place in self._index.all() if place.pack not in self._packs.layouts]:
-            self._index.drop(lost)
-            self._index.insert(list(self._truth()))  # the same rows may be in another pack
+        self._index.drop([place for place in self._index.all() if place.pack not in self._packs.layouts])
+        self._index.insert(list(self._truth()))  # the same rows may be in another pack
 
     def _places(self, shard: Path) -> Iterator[Place]:
         for name, reader in self.packs_of(shard.name):
@@ -194,11 +193,11 @@ class Remote:
             The bucket cannot be reached.
         """
         found: dict[Segment, np.ndarray] = {}
-        for group in _neighbours(segments):
+        for group in self._neighbours(segments):
             first, last = group[0], group[-1]
             layout = self._packs.get(first.pack).layout
             start = layout.rows_offset + first.row * layout.row_bytes
-            stop = layout.rows_offset + (last.row + last.rows) * layout.row_bytes
+            stop = layout.rows_offset + last.row * layout.row_bytes + last.nbytes
             try:
                 data = self.bucket.read(f"packs/{first.pack}", start, stop)
             except FileNotFoundError as error:
@@ -211,6 +210,20 @@ class Remote:
                 rows = np.frombuffer(part, dtype_of(segment.dtype))
                 found[segment] = rows.reshape(segment.rows, segment.width)
         return [found[segment] for segment in segments]
+
+    def _neighbours(self, segments: Sequence[Segment]) -> Iterator[list[Segment]]:
+        group: list[Segment] = []
+        stop = 0
+        for segment in sorted(set(segments), key=lambda s: (s.pack, s.row)):
+            last = group[-1] if group else None
+            fits = sum(s.nbytes for s in group) + segment.nbytes <= _REQUEST_BYTES
+            if last and not (last.pack == segment.pack and segment.row == stop and fits):
+                yield group
+                group = []
+            group.append(segment)
+            stop = segment.row + segment.nbytes // self._packs.get(segment.pack).layout.row_bytes
+        if group:
+            yield group
 
     def read_into(self, segment: Segment, out: np.ndarray) -> None:
         """As `Lookup.read_into`."""
@@ -248,16 +261,3 @@ class Remote:
         self._packs.after_fork()
         self._own.after_fork()
         self._index.after_fork()
-
-
-def _neighbours(segments: Sequence[Segment]) -> Iterator[list[Segment]]:
-    group: list[Segment] = []
-    for segment in sorted(set(segments), key=lambda s: (s.pack, s.row)):
-        last = group[-1] if group else None
-        fits = sum(s.nbytes for s in group) + segment.nbytes <= _REQUEST_BYTES
-        if last and not (last.pack == segment.pack and last.row + last.rows == segment.row and fits):
-            yield group
-            group = []
-        group.append(segment)
-    if group:
-        yield group

@@ -45,7 +45,7 @@ class Segment:
     pack
         File name of the pack.
     row
-        First row in the pack.
+        First row in the pack. Rows of the pack may be narrower than those of the entry, and then are more.
     start
         Absolute position of the first row.
     rows
@@ -111,6 +111,18 @@ class Layout:
         """Bytes of one row."""
         return self.width * dtype_of(self.dtype).itemsize
 
+    def row_width(self, record: Record) -> int:
+        """Elements of a row of a record."""
+        return record.row_width or self.width
+
+    def taken(self, record: Record) -> int:
+        """Rows of the pack that the rows of a record take."""
+        return record.rows * self.row_width(record) // self.width
+
+    def nbytes(self, record: Record) -> int:
+        """Bytes of the rows of a record."""
+        return self.taken(record) * self.row_bytes
+
     @classmethod
     def read(cls, path: Path) -> Layout:
         """Ask HDF5 where the datasets of a pack are.
@@ -154,7 +166,7 @@ def segment_of(pack: str, slot: int, record: Record, layout: Layout) -> Segment:
         record.start,
         record.rows,
         layout.dtype,
-        layout.width,
+        layout.row_width(record),
         record.checksum,
         record.key,
         slot,
@@ -164,7 +176,7 @@ def segment_of(pack: str, slot: int, record: Record, layout: Layout) -> Segment:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Space that one put takes in one pack: rows, index records, bytes of documents."""
+    """Space that one put takes in one pack: rows of the pack, index records, bytes of documents."""
 
     rows: int
     records: int
@@ -311,7 +323,7 @@ class PackWriter:
         buffers = [raw(array) for array in arrays]
         write_all(self.fd, buffers, self.layout.rows_offset + self._row * self.layout.row_bytes)
         write_all(self.fd, documents, self.layout.documents_offset + self._document)
-        self._staged = Need(sum(len(a) for a in arrays), 0, sum(map(len, documents)))
+        self._staged = Need(sum(a.size for a in arrays) // self.layout.width, 0, sum(map(len, documents)))
         return self._row, self._document
 
     def commit(self, records: Sequence[bytes]) -> int:

@@ -403,10 +403,12 @@ class Store:
         """
         places = self._index.all()
         payload = 0
-        for pack in {place.pack for place in places}:
+        groups: dict[str, list[Place]] = {}
+        for place in places:
+            groups.setdefault(place.pack, []).append(place)
+        for pack, group in groups.items():
             with contextlib.suppress(CacheError, OSError):
-                row_bytes = self._packs.get(pack).layout.row_bytes
-                payload += row_bytes * sum(place.rows for place in places if place.pack == pack)
+                payload += self._payload(pack, group)
         return {
             "path": str(self.path),
             "id": self.id,
@@ -418,6 +420,13 @@ class Store:
             "corrupt": self._own.corrupt,
             "lower": ", ".join(layer.place for layer in self._layers),
         }
+
+    def _payload(self, pack: str, places: Sequence[Place]) -> int:
+        reader = self._packs.get(pack)
+        if reader.layout.width > 1:
+            return reader.layout.row_bytes * sum(place.rows for place in places)
+        records = reader.records([place.slot for place in places])  # only they know how wide their rows are
+        return sum(reader.layout.nbytes(record) for record in records if record is not None)
 
     def close(self) -> None:
         """Flush and close all files. Reading opens them again; writing raises."""
