@@ -22,9 +22,9 @@ from lenspool_cache.eviction import by_pack, choose, disk_bytes, drop
 from lenspool_cache.index import Place
 from lenspool_cache.lending import runs_at
 from lenspool_cache.locks import locked
+from lenspool_cache.pack import is_sealed
 from lenspool_cache.policy import Policy
 from lenspool_cache.scan import finished, scan_all
-from lenspool_cache.segment import is_sealed
 from lenspool_cache.store import Store
 from lenspool_cache.writing import Writers
 

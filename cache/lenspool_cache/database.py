@@ -19,7 +19,7 @@ from typing import TypeVar
 
 from lenspool_cache.errors import CacheError, CacheFull
 from lenspool_cache.locks import locked
-from lenspool_cache.segment import is_full
+from lenspool_cache.pack import is_full
 
 log = logging.getLogger(__name__)
 

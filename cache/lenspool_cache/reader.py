@@ -20,7 +20,8 @@ from lenspool_cache.codec import (
     unpack_record,
 )
 from lenspool_cache.errors import CacheCorrupt
-from lenspool_cache.segment import Layout, write_all
+from lenspool_cache.pack import write_all
+from lenspool_cache.segment import Layout
 
 
 class PackReader:

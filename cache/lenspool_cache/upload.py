@@ -23,10 +23,10 @@ from lenspool_cache.errors import CacheCorrupt
 from lenspool_cache.identity import STORE_VERSION
 from lenspool_cache.keys import Run
 from lenspool_cache.locks import locked
+from lenspool_cache.pack import Need, create_pack, is_sealed
 from lenspool_cache.reader import PackReader
 from lenspool_cache.remote import Remote
 from lenspool_cache.scan import finished, scan_all
-from lenspool_cache.segment import Need, create_pack, is_sealed
 from lenspool_cache.shards import write_shard
 from lenspool_cache.store import Store
 from lenspool_cache.writing import Piece, need_of, stage

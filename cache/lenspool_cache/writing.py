@@ -5,20 +5,20 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from lenspool_cache import ranges as rg
-from lenspool_cache.codec import Record, checksum, dtype_of, pack_record, raw
+from lenspool_cache.codec import Record, canonical_array, checksum, dtype_of, pack_record, raw
 from lenspool_cache.index import Place
 from lenspool_cache.keys import Run
+from lenspool_cache.pack import Need, PackWriter, create_pack
 from lenspool_cache.policy import Policy
 from lenspool_cache.prefix import is_wide
 from lenspool_cache.ranges import Range
 from lenspool_cache.reader import PackPool
-from lenspool_cache.segment import Need, PackWriter, create_pack
 
 FIRST_PACK = 16 << 20  # bytes of rows; each further pack is twice as large
 _PUTS = 8  # such as the one that makes it fit in a pack: large ones would else make a file each
@@ -52,6 +52,20 @@ def cut(entries: Mapping[str, Sequence[tuple[int, np.ndarray]]], missing: Mappin
                     pieces.append(Piece(name, at, array[at - start : min(at + step, stop) - start]))
             left = rg.subtract(left, [(start, start + len(array))])
     return pieces
+
+
+def spans(parts: Iterable[tuple[int, np.ndarray]]) -> list[Range]:
+    """Positions of rows."""
+    return [(start, start + len(array)) for start, array in parts]
+
+
+def checked_rows(name: str, start: int, array: np.ndarray) -> tuple[int, np.ndarray]:
+    """Start and rows as they are stored; `ValueError` where they cannot be."""
+    if array.ndim != 2 or not array.shape[1]:
+        raise ValueError(f"rows of {name} must be [rows, width], not {list(array.shape)}")
+    if start < 0:
+        raise ValueError(f"rows of {name} start at {start}")
+    return int(start), canonical_array(array)
 
 
 def need_of(run: Run, group: Sequence[Piece]) -> Need:
