@@ -16,6 +16,7 @@ import hashlib
 import json
 import logging
 import os
+import tempfile
 import time
 import uuid
 from collections.abc import Iterator, Sequence
@@ -34,6 +35,7 @@ from lenspool_cache.index import Index, Place
 from lenspool_cache.keys import array_digest
 from lenspool_cache.lending import Sources, blocks_at
 from lenspool_cache.lookup import Lookup
+from lenspool_cache.mounts import is_network
 from lenspool_cache.ranges import Range
 from lenspool_cache.reader import PackReader
 from lenspool_cache.scan import scan_pack
@@ -47,9 +49,20 @@ _REQUEST_BYTES = 64 << 20  # most bytes of rows in one request
 
 
 def mirror_folder(url: str) -> Path:
-    """Where this machine keeps the shards of a bucket."""
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(home) / "lenspool" / "remote" / hashlib.sha256(url.encode()).hexdigest()[:32]
+    """Where this machine keeps the shards of a bucket.
+
+    Raises
+    ------
+    CacheError
+        The user's folder is on a network, and that in the temporary one is another user's.
+    """
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    if is_network(home):  # where SQLite's log cannot be, and others copy shards, too
+        home = Path(tempfile.gettempdir()) / f"lenspool-{os.getuid()}"
+        home.mkdir(mode=0o700, exist_ok=True)
+        if home.stat().st_uid != os.getuid():
+            raise CacheError(f"{home} belongs to somebody else: set XDG_CACHE_HOME to a folder of this machine")
+    return home / "lenspool" / "remote" / hashlib.sha256(url.encode()).hexdigest()[:32]
 
 
 class Remote:

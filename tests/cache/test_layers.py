@@ -369,6 +369,19 @@ def test_a_bucket_that_cannot_be_reached(
             upload(store, Remote(bucket))
 
 
+def test_what_is_known_of_a_bucket_is_kept_on_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A home folder on a network has no room for SQLite's log."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert mirror_folder("s3://b/x").is_relative_to(tmp_path / "home")
+    monkeypatch.setenv("LENSPOOL_NETWORK_STORE", "1")
+    assert mirror_folder("s3://b/x").is_relative_to(tmp_path / f"lenspool-{os.getuid()}")
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    (tmp_path / "lenspool-12345").mkdir()
+    with pytest.raises(CacheError, match="somebody else"):
+        mirror_folder("s3://b/x")
+
+
 def test_no_such_bucket(bucket: str, tmp_path: Path) -> None:
     filled(tmp_path / "source", range(1))
     with Store(tmp_path / "source") as store, pytest.raises(CacheError, match="is there such a bucket"):
