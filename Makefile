@@ -12,7 +12,7 @@ DEVICE ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
 export HF_HUB_OFFLINE ?= 1
 export VLLM_NO_USAGE_STATS ?= 1
 
-.PHONY: install demo test test-redis chaos oracle parity lint format bench bench-queue bench-store store-stress consumers dataset-proof dataset-memory eval-inspect bench-prefix clean
+.PHONY: install demo test test-redis chaos oracle parity lint format bench bench-queue bench-store bench-million store-stress consumers dataset-proof dataset-memory eval-inspect bench-prefix clean
 
 install: $(STAMP)
 
@@ -70,6 +70,10 @@ bench-prefix: install
 
 bench-store: install
 	$(PY) benchmarks/store.py
+
+# A million small entries in the store, LMDB and SQLite (some 15 minutes, 6 GB).
+bench-million: install
+	$(PY) benchmarks/store_million.py
 
 # 4 writers, 8 readers, evictions, kill -9 (some 4 minutes).
 store-stress: install

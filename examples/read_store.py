@@ -36,7 +36,10 @@ def entries(store: str) -> Iterator[tuple[bytes, str, int, np.ndarray]]:
             document = file["documents"][at : at + length].tobytes()
             at, length = int(record["name_offset"]), int(record["name_length"])
             name = file["documents"][at : at + length].tobytes().decode()
-            yield document, name, int(record["start"]), rows(file["rows"], int(record["row"]), int(record["rows"]))
+            width = int(record["row_width"] or file.attrs["width"])
+            taken = int(record["rows"]) * width // int(file.attrs["width"])
+            values = rows(file["rows"], int(record["row"]), taken).reshape(-1, width)
+            yield document, name, int(record["start"]), values
 
 
 def cut(run: dict, stop: int) -> list[dict]:

@@ -17,7 +17,8 @@ from h5py import h5d, h5f, h5p, h5s
 from lenspool_cache.codec import canonical_array, dtype_of, hdf5_type
 from lenspool_cache.errors import CacheCorrupt, CacheError
 from lenspool_cache.keys import array_digest
-from lenspool_cache.segment import SUFFIX, sync
+from lenspool_cache.pack import sync
+from lenspool_cache.segment import SUFFIX
 
 _TOUCH_S = 3600.0
 _DIGEST = re.compile(r"[0-9a-f]{64}")

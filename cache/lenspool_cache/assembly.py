@@ -47,7 +47,7 @@ def parts(segments: Sequence[Segment], wanted: Sequence[Range]) -> Iterator[Part
         base[start, stop] = at - start
         at += stop - start
     for segment in segments:
-        for (start, stop), shift in base.items():
-            for s, e in rg.intersect(rg.intersect(left, [segment.range]), [(start, stop)]):
-                yield Part(segment, s - segment.start, e - s, s + shift)
+        for s, e in rg.intersect(left, [segment.range]):  # each lies in one wanted range, since these do not touch
+            shift = next(shift for (start, stop), shift in base.items() if start <= s < stop)
+            yield Part(segment, s - segment.start, e - s, s + shift)
         left = rg.subtract(left, [segment.range])

@@ -95,6 +95,8 @@ class Record(NamedTuple):
         The run's key document in `/documents`.
     start, rows
         Absolute position of the first row, and number of rows.
+    row_width
+        Elements of a row that takes several rows of the pack; 0 where a row is one of the pack's.
     row
         First row in `/rows`.
     checksum
@@ -113,6 +115,7 @@ class Record(NamedTuple):
     batch_size: int
     document_length: int
     start: int
+    row_width: int
     row: int
     rows: int
     checksum: int
@@ -133,7 +136,7 @@ class Record(NamedTuple):
 LIVE, DROPPED, WHOLE = 0, 1, 0x3C
 
 # 128 bytes: divides the page, so that no record straddles one.
-_STRUCT = struct.Struct("<32sQII8QIIQ")
+_STRUCT = struct.Struct("<32sQIIII7QIIQ")
 RECORD_SIZE = _STRUCT.size
 STATE_OFFSET = 116
 EMPTY_RECORD = bytes(RECORD_SIZE)
@@ -145,7 +148,8 @@ RECORD_DTYPE = np.dtype(
         ("batch", "<u8"),
         ("batch_size", "<u4"),
         ("document_length", "<u4"),
-        ("start", "<u8"),
+        ("start", "<u4"),
+        ("row_width", "<u4"),
         ("row", "<u8"),
         ("rows", "<u8"),
         ("checksum", "<u8"),

@@ -22,9 +22,9 @@ from lenspool_cache.eviction import by_pack, choose, disk_bytes, drop
 from lenspool_cache.index import Place
 from lenspool_cache.lending import runs_at
 from lenspool_cache.locks import locked
+from lenspool_cache.pack import is_sealed
 from lenspool_cache.policy import Policy
 from lenspool_cache.scan import finished, scan_all
-from lenspool_cache.segment import is_sealed
 from lenspool_cache.store import Store
 from lenspool_cache.writing import Writers
 
@@ -166,8 +166,8 @@ class _Round:
             slots = {slot for slot, _ in items}
             self.live[pack] = [item for item in self.live[pack] if item[0] not in slots]
             self.report.evicted += len(items)
-            row_bytes = self.store._packs.get(pack).layout.row_bytes
-            self.report.evicted_bytes += sum(r.rows for _, r in items) * row_bytes
+            layout = self.store._packs.get(pack).layout
+            self.report.evicted_bytes += sum(layout.nbytes(record) for _, record in items)
         return excess > 0
 
     def _kept(self, pins: set[bytes]) -> set[bytes]:

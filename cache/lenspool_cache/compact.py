@@ -11,6 +11,7 @@ from lenspool_cache.errors import CacheCorrupt
 from lenspool_cache.index import Place
 from lenspool_cache.keys import Run, entry_key
 from lenspool_cache.reader import PackReader
+from lenspool_cache.segment import Layout
 from lenspool_cache.store import Store
 from lenspool_cache.writing import Piece, Writers
 
@@ -35,7 +36,7 @@ def copy_items(store: Store, pack: str, items: Sequence[Item], writers: Writers)
     reader = store._packs.get(pack)
     by_document = sorted(items, key=lambda item: (item[1].document_offset, item[1].name_offset, item[1].start))
     for _, group in groupby(by_document, key=lambda item: (item[1].document_offset, item[1].time)):
-        for chunk in _chunks(list(group), reader.layout.row_bytes):
+        for chunk in _chunks(list(group), reader.layout):
             old: list[Place] = []
             pieces: list[Piece] = []
             for slot, record in chunk:
@@ -66,20 +67,20 @@ def piece_of(reader: PackReader, record: Record) -> Piece:
     document, name = reader.document(record), reader.name(record)
     if document is None or name is None or entry_key(document, name) != record.key:
         raise CacheCorrupt(record.key.hex(), "the key is not that of the document and name beside it")
-    rows = reader.empty(record.rows)
+    rows = reader.empty(record)
     if reader.read_into(record.row, rows) != record.checksum:
         raise CacheCorrupt(record.key.hex(), "the rows do not match their checksum")
     return Piece(name, record.start, rows)
 
 
-def _chunks(items: list[Item], row_bytes: int) -> Iterator[list[Item]]:
+def _chunks(items: list[Item], layout: Layout) -> Iterator[list[Item]]:
     chunk: list[Item] = []
     size = 0
     for item in items:
-        if chunk and size + item[1].rows * row_bytes > _CHUNK:
+        if chunk and size + layout.nbytes(item[1]) > _CHUNK:
             yield chunk
             chunk, size = [], 0
         chunk.append(item)
-        size += item[1].rows * row_bytes
+        size += layout.nbytes(item[1])
     if chunk:
         yield chunk

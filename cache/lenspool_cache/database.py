@@ -19,7 +19,7 @@ from typing import TypeVar
 
 from lenspool_cache.errors import CacheError, CacheFull
 from lenspool_cache.locks import locked
-from lenspool_cache.segment import is_full
+from lenspool_cache.pack import is_full
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +28,7 @@ T = TypeVar("T")
 _BUSY_S = 60.0
 _MEMORY_S = 1.0  # how old an index in memory may grow, or this many times what it took to build
 _MEMORY_BUILDS = 20
+_CACHE_KB, _LOG_PAGES = 64 << 10, 8000
 _ATTEMPTS = 4
 _PAUSE_S = 0.01
 _VANISHING_S = 30.0  # a file that others keep deleting is opened anew for so long
@@ -199,6 +200,9 @@ class Database:
     def _open(self, uri: str) -> sqlite3.Connection:
         db = sqlite3.connect(uri, uri=True, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
         db.execute("PRAGMA synchronous = NORMAL")
+        # Keys are hashes: each put touches pages all over the file, so more of them are kept, and written back later.
+        db.execute(f"PRAGMA cache_size = -{_CACHE_KB}")
+        db.execute(f"PRAGMA wal_autocheckpoint = {_LOG_PAGES}")
         return db
 
     def _forget(self) -> None:

@@ -102,12 +102,12 @@ def by_pack(whole: Iterable[tuple[str, int, Record]]) -> dict[str, list[Item]]:
 
 def disk_bytes(store: Store, pack: str, items: Iterable[Item]) -> int:
     """What records of a pack take on the disk, with their rows and key documents."""
-    row_bytes = store._packs.get(pack).layout.row_bytes
+    layout = store._packs.get(pack).layout
     documents: dict[int, int] = {}
     total = 0
     for _, record in items:
         documents[record.document_offset] = record.document_length
-        total += record.rows * row_bytes + RECORD_SIZE + record.name_length
+        total += layout.nbytes(record) + RECORD_SIZE + record.name_length
     return total + sum(documents.values())
 
 

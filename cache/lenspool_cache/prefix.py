@@ -38,6 +38,11 @@ def edits_within(edits: Iterable[Mapping[str, Any]], start: int, stop: int) -> l
     return here
 
 
+def is_wide(name: str) -> bool:
+    """Whether the rows of an entry are as wide as its run is long: no two runs have rows of the same width."""
+    return name.partition("|")[0].endswith(_WIDE)
+
+
 def reach(name: str) -> int | None:
     """How many positions behind its own a row of an entry follows from; None where that is not known.
 
@@ -45,7 +50,7 @@ def reach(name: str) -> int | None:
     row of a hook by itself.
     """
     hook, _, readout = name.partition("|")
-    if "hook_" not in hook or hook.endswith(_WIDE) or readout.startswith(_REDUCTIONS):
+    if "hook_" not in hook or is_wide(name) or readout.startswith(_REDUCTIONS):
         return None
     return 1 if readout.startswith(_AHEAD) else 0
 

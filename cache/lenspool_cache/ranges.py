@@ -51,11 +51,17 @@ def intersect(a: Iterable[Sequence[int]], b: Iterable[Sequence[int]]) -> list[Ra
 
 def subtract(a: Iterable[Sequence[int]], b: Iterable[Sequence[int]]) -> list[Range]:
     """Positions of `a` that are not in `b`."""
-    left = merge(a)
-    for t, f in merge(b):
-        if not left:
-            break
-        left = merge(part for s, e in left for part in ((s, min(e, t)), (max(s, f), e)))
+    left, cuts = [], merge(b)
+    for start, stop in merge(a):
+        for t, f in cuts:
+            if t >= stop:
+                break
+            if f > start:
+                if t > start:
+                    left.append((start, t))
+                start = f
+        if start < stop:
+            left.append((start, stop))
     return left
 
 

@@ -20,7 +20,8 @@ from lenspool_cache.codec import (
     unpack_record,
 )
 from lenspool_cache.errors import CacheCorrupt
-from lenspool_cache.segment import Layout, write_all
+from lenspool_cache.pack import write_all
+from lenspool_cache.segment import Layout
 
 
 class PackReader:
@@ -88,7 +89,7 @@ class PackReader:
             return None
 
     def read_into(self, row: int, out: np.ndarray) -> int:
-        """Fill `out` [rows, width], C-contiguous and of the pack's dtype, from a row on; returns its xxh3_64.
+        """Fill `out` [rows, width], C-contiguous and of the pack's dtype, from a row of the pack on; gives its xxh3_64.
 
         Raises
         ------
@@ -97,8 +98,9 @@ class PackReader:
         """
         view = raw(out)
         offset = self.layout.rows_offset + row * self.layout.row_bytes
-        if row + len(out) > self.layout.rows:
-            raise CacheCorrupt(self.path.name, f"rows {row}..{row + len(out)} of {self.layout.rows}")
+        stop = row + out.size // self.layout.width
+        if stop > self.layout.rows:
+            raise CacheCorrupt(self.path.name, f"rows {row}..{stop} of {self.layout.rows}")
         done = 0
         while done < len(view):  # one call moves at most 2 GB
             got = os.preadv(self._fd, [view[done:]], offset + done)
@@ -107,9 +109,9 @@ class PackReader:
             done += got
         return checksum(view)
 
-    def empty(self, rows: int) -> np.ndarray:
-        """Uninitialised array [rows, width] of the pack's dtype."""
-        return np.empty((rows, self.layout.width), dtype_of(self.layout.dtype))
+    def empty(self, record: Record) -> np.ndarray:
+        """Uninitialised array for the rows of a record, which must lie inside the pack."""
+        return np.empty((record.rows, self.layout.row_width(record)), dtype_of(self.layout.dtype))
 
     def mark(self, slots: Sequence[int], state: int) -> None:
         """Set the state of records, e.g. to `DROPPED`, so that no rebuilt index brings them back."""

@@ -16,6 +16,7 @@ import hashlib
 import json
 import logging
 import os
+import tempfile
 import time
 import uuid
 from collections.abc import Iterator, Sequence
@@ -34,6 +35,7 @@ from lenspool_cache.index import Index, Place
 from lenspool_cache.keys import array_digest
 from lenspool_cache.lending import Sources, blocks_at
 from lenspool_cache.lookup import Lookup
+from lenspool_cache.mounts import is_network
 from lenspool_cache.ranges import Range
 from lenspool_cache.reader import PackReader
 from lenspool_cache.scan import scan_pack
@@ -47,9 +49,20 @@ _REQUEST_BYTES = 64 << 20  # most bytes of rows in one request
 
 
 def mirror_folder(url: str) -> Path:
-    """Where this machine keeps the shards of a bucket."""
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(home) / "lenspool" / "remote" / hashlib.sha256(url.encode()).hexdigest()[:32]
+    """Where this machine keeps the shards of a bucket.
+
+    Raises
+    ------
+    CacheError
+        The user's folder is on a network, and that in the temporary one is another user's.
+    """
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    if is_network(home):  # where SQLite's log cannot be, and others copy shards, too
+        home = Path(tempfile.gettempdir()) / f"lenspool-{os.getuid()}"
+        home.mkdir(mode=0o700, exist_ok=True)
+        if home.stat().st_uid != os.getuid():
+            raise CacheError(f"{home} belongs to somebody else: set XDG_CACHE_HOME to a folder of this machine")
+    return home / "lenspool" / "remote" / hashlib.sha256(url.encode()).hexdigest()[:32]
 
 
 class Remote:
@@ -134,9 +147,8 @@ class Remote:
             path.unlink(missing_ok=True)
             path.with_name(f"{path.name}.indexed").unlink(missing_ok=True)
         self._packs.relearn()
-        if lost := [place for place in self._index.all() if place.pack not in self._packs.layouts]:
-            self._index.drop(lost)
-            self._index.insert(list(self._truth()))  # the same rows may be in another pack
+        self._index.drop([place for place in self._index.all() if place.pack not in self._packs.layouts])
+        self._index.insert(list(self._truth()))  # the same rows may be in another pack
 
     def _places(self, shard: Path) -> Iterator[Place]:
         for name, reader in self.packs_of(shard.name):
@@ -194,11 +206,11 @@ class Remote:
             The bucket cannot be reached.
         """
         found: dict[Segment, np.ndarray] = {}
-        for group in _neighbours(segments):
+        for group in self._neighbours(segments):
             first, last = group[0], group[-1]
             layout = self._packs.get(first.pack).layout
             start = layout.rows_offset + first.row * layout.row_bytes
-            stop = layout.rows_offset + (last.row + last.rows) * layout.row_bytes
+            stop = layout.rows_offset + last.row * layout.row_bytes + last.nbytes
             try:
                 data = self.bucket.read(f"packs/{first.pack}", start, stop)
             except FileNotFoundError as error:
@@ -211,6 +223,20 @@ class Remote:
                 rows = np.frombuffer(part, dtype_of(segment.dtype))
                 found[segment] = rows.reshape(segment.rows, segment.width)
         return [found[segment] for segment in segments]
+
+    def _neighbours(self, segments: Sequence[Segment]) -> Iterator[list[Segment]]:
+        group: list[Segment] = []
+        stop = 0
+        for segment in sorted(set(segments), key=lambda s: (s.pack, s.row)):
+            last = group[-1] if group else None
+            fits = sum(s.nbytes for s in group) + segment.nbytes <= _REQUEST_BYTES
+            if last and not (last.pack == segment.pack and segment.row == stop and fits):
+                yield group
+                group = []
+            group.append(segment)
+            stop = segment.row + segment.nbytes // self._packs.get(segment.pack).layout.row_bytes
+        if group:
+            yield group
 
     def read_into(self, segment: Segment, out: np.ndarray) -> None:
         """As `Lookup.read_into`."""
@@ -248,16 +274,3 @@ class Remote:
         self._packs.after_fork()
         self._own.after_fork()
         self._index.after_fork()
-
-
-def _neighbours(segments: Sequence[Segment]) -> Iterator[list[Segment]]:
-    group: list[Segment] = []
-    for segment in sorted(set(segments), key=lambda s: (s.pack, s.row)):
-        last = group[-1] if group else None
-        fits = sum(s.nbytes for s in group) + segment.nbytes <= _REQUEST_BYTES
-        if last and not (last.pack == segment.pack and last.row + last.rows == segment.row and fits):
-            yield group
-            group = []
-        group.append(segment)
-    if group:
-        yield group

@@ -23,10 +23,10 @@ from lenspool_cache.errors import CacheCorrupt
 from lenspool_cache.identity import STORE_VERSION
 from lenspool_cache.keys import Run
 from lenspool_cache.locks import locked
+from lenspool_cache.pack import Need, create_pack, is_sealed
 from lenspool_cache.reader import PackReader
 from lenspool_cache.remote import Remote
 from lenspool_cache.scan import finished, scan_all
-from lenspool_cache.segment import Need, create_pack, is_sealed
 from lenspool_cache.shards import write_shard
 from lenspool_cache.store import Store
 from lenspool_cache.writing import Piece, need_of, stage
@@ -120,15 +120,15 @@ def _chunks(store: Store, items: Sequence[Item]) -> Iterator[list[Item]]:
         layout = store._packs.get(item[0], deleted=True).layout
         kinds[layout.dtype, layout.width].append(item)
     for group in kinds.values():
-        row_bytes = store._packs.get(group[0][0], deleted=True).layout.row_bytes
         chunk: list[Item] = []
         size = 0
         for item in sorted(group, key=_order):
-            if chunk and size + item[2].rows * row_bytes > PACK_BYTES:
+            nbytes = store._packs.get(item[0], deleted=True).layout.nbytes(item[2])
+            if chunk and size + nbytes > PACK_BYTES:
                 yield chunk
                 chunk, size = [], 0
             chunk.append(item)
-            size += item[2].rows * row_bytes
+            size += nbytes
         yield chunk
 
 
@@ -154,8 +154,7 @@ def _pack(store: Store, chunk: Sequence[Item], folder: Path, report: Uploaded) -
         return None
     needs = [need_of(run, pieces) for run, pieces, _ in runs]
     need = Need(*(sum(getattr(n, field) for n in needs) for field in ("rows", "records", "documents")))
-    array = runs[0][1][0].array
-    writer = create_pack(folder, store.id, array.dtype.name, array.shape[1], 0, need)
+    writer = create_pack(folder, store.id, *runs[0][1][0].kind, 0, need)
     try:
         for run, pieces, written in runs:
             records = stage(writer, run, pieces, secrets.randbits(64), len(pieces), written)

@@ -147,7 +147,7 @@ def _check_pack(scan: PackScan, reader: PackReader, report: Report) -> Iterator[
         if detail:
             yield Damage(scan.pack, slot, detail)
         else:
-            report.payload_bytes += record.rows * reader.layout.row_bytes
+            report.payload_bytes += reader.layout.nbytes(record)
 
 
 def _check(record: Record, reader: PackReader) -> str | None:
@@ -157,10 +157,10 @@ def _check(record: Record, reader: PackReader) -> str | None:
         return "the key document does not match its checksum"
     if name is None or entry_key(document, name) != record.key:
         return "the key is not that of the document and name beside it"
-    if record.row + record.rows > reader.layout.rows:
+    if record.row + reader.layout.taken(record) > reader.layout.rows:
         return "the rows lie outside the pack"
     with contextlib.suppress(CacheCorrupt):
-        if reader.read_into(record.row, reader.empty(record.rows)) == record.checksum:
+        if reader.read_into(record.row, reader.empty(record)) == record.checksum:
             return None
     return "the rows do not match their checksum"
 

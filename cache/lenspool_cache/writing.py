@@ -5,19 +5,20 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from lenspool_cache import ranges as rg
-from lenspool_cache.codec import Record, checksum, dtype_of, pack_record, raw
+from lenspool_cache.codec import Record, canonical_array, checksum, dtype_of, pack_record, raw
 from lenspool_cache.index import Place
 from lenspool_cache.keys import Run
+from lenspool_cache.pack import Need, PackWriter, create_pack
 from lenspool_cache.policy import Policy
+from lenspool_cache.prefix import is_wide
 from lenspool_cache.ranges import Range
 from lenspool_cache.reader import PackPool
-from lenspool_cache.segment import Need, PackWriter, create_pack
 
 FIRST_PACK = 16 << 20  # bytes of rows; each further pack is twice as large
 _PUTS = 8  # such as the one that makes it fit in a pack: large ones would else make a file each
@@ -32,6 +33,11 @@ class Piece:
     name: str
     start: int
     array: np.ndarray
+
+    @property
+    def kind(self) -> tuple[str, int]:
+        """Dtype and width of the packs that it goes to: rows of any width go to packs of single elements."""
+        return self.array.dtype.name, 1 if is_wide(self.name) else self.array.shape[1]
 
 
 def cut(entries: Mapping[str, Sequence[tuple[int, np.ndarray]]], missing: Mapping[str, Sequence[Range]]) -> list[Piece]:
@@ -48,10 +54,24 @@ def cut(entries: Mapping[str, Sequence[tuple[int, np.ndarray]]], missing: Mappin
     return pieces
 
 
+def spans(parts: Iterable[tuple[int, np.ndarray]]) -> list[Range]:
+    """Positions of rows."""
+    return [(start, start + len(array)) for start, array in parts]
+
+
+def checked_rows(name: str, start: int, array: np.ndarray) -> tuple[int, np.ndarray]:
+    """Start and rows as they are stored; `ValueError` where they cannot be."""
+    if array.ndim != 2 or not array.shape[1]:
+        raise ValueError(f"rows of {name} must be [rows, width], not {list(array.shape)}")
+    if start < 0:
+        raise ValueError(f"rows of {name} start at {start}")
+    return int(start), canonical_array(array)
+
+
 def need_of(run: Run, group: Sequence[Piece]) -> Need:
     """Space that pieces of a run take in a pack."""
     names = {piece.name.encode() for piece in group}
-    return Need(sum(len(p.array) for p in group), len(group), len(run.data) + sum(map(len, names)))
+    return Need(sum(p.array.size for p in group) // group[0].kind[1], len(group), len(run.data) + sum(map(len, names)))
 
 
 def stage(
@@ -74,6 +94,7 @@ def stage(
                 batch_size=batch_size,
                 document_length=len(run.data),
                 start=piece.start,
+                row_width=0 if piece.array.shape[1] == writer.layout.width else piece.array.shape[1],
                 row=row,
                 rows=len(piece.array),
                 checksum=checksum(raw(piece.array)),
@@ -84,7 +105,7 @@ def stage(
                 name_length=len(names[piece.name]),
             )
         )
-        row += len(piece.array)
+        row += piece.array.size // writer.layout.width
     return records
 
 
@@ -112,7 +133,7 @@ class Writers:
         """
         groups: dict[tuple[str, int], list[Piece]] = {}
         for piece in pieces:
-            groups.setdefault((piece.array.dtype.name, piece.array.shape[1]), []).append(piece)
+            groups.setdefault(piece.kind, []).append(piece)
         batch, now = secrets.randbits(64), written or time.time_ns()
         staged = []
         for kind, group in groups.items():

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from store_samples import a_run, rows_of
-from test_prefix import LONG, H, put, run_of, truth
+from test_prefix import LONG, PATTERN, H, put, run_of, truth
 
 from lenspool_cache import Policy, Store, collect, evict
 from lenspool_cache import ranges as rg
@@ -36,6 +36,16 @@ def test_a_stranger_reads_the_store(folder: Path, dtype: str) -> None:
         assert document == a_run(1).document
         assert start == 5
         np.testing.assert_array_equal(values, rows_of(1, dtype=dtype).astype(np.float64))
+
+
+def test_a_stranger_reads_rows_as_wide_as_their_run(folder: Path) -> None:
+    with Store(folder) as store:
+        for length in (3, 7, 5):
+            store.put(a_run(length), {PATTERN: [(1, rows_of(length, length, 4 * length, "bfloat16"))]})
+        for length in (7, 5):
+            ((_, start, values),) = read(folder, PATTERN, length)
+            assert start == 1
+            np.testing.assert_array_equal(values, rows_of(length, length, 4 * length, "bfloat16").astype(np.float64))
 
 
 def test_a_stranger_sees_no_more_than_we_do(folder: Path) -> None:

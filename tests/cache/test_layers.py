@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from store_samples import a_run, flip, pack_files, rows_of, same_bits
+from test_prefix import PATTERN
 
 from lenspool_cache import CacheCorrupt, CacheError, CacheMiss, Policy, Store, save_lower
 from lenspool_cache.prune import Pruned, prune
@@ -199,6 +201,23 @@ class TestBucket(Under):
             assert store.lookup(a_run(2), ["h"]) == {}
             assert len(store.lookup(a_run(99), ["wide"])["wide"]) == 1
 
+    def test_rows_as_wide_as_their_run(
+        self, place: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        patterns = {n: rows_of(n, n, 4 * n) for n in (3, 7, 5)}
+        with Store(tmp_path / "third") as third:
+            for n, rows in patterns.items():
+                third.put(a_run(n), {PATTERN: [(0, rows)], f"x.{PATTERN}": [(0, rows[::-1])]})
+        with Store(tmp_path / "third") as third:
+            assert upload(third, Remote(place)).packs == 1
+        other_machine(monkeypatch, tmp_path)
+        with Store(folder, lower=[place]) as store:
+            for n, rows in patterns.items():
+                assert same_bits(store.rows(a_run(n), PATTERN, [(1, n)]), rows[1:])
+                assert same_bits(store.rows(a_run(n), f"x.{PATTERN}", [(0, n)]), np.ascontiguousarray(rows[::-1]))
+        with Store(folder, lower=()) as store:
+            assert same_bits(store.rows(a_run(7), PATTERN, [(0, 7)]), patterns[7])
+
     def test_shards_appear_while_a_store_is_open(
         self, place: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -292,8 +311,11 @@ def test_a_bucket_is_pruned(
     """Rows that two machines uploaded stay once; limits take the oldest; who has read on elsewhere misses, no more."""
 
     def numbers(store: Store, wanted: range) -> set[int]:
-        found = {n for n in wanted if store.lookup(a_run(n), ["h"])}
-        assert all(same_bits(store.rows(a_run(n), "h", [(2, 18)]), rows_of(n)) for n in found)
+        found = set()
+        for n in wanted:
+            with contextlib.suppress(CacheMiss):
+                assert same_bits(store.rows(a_run(n), "h", [(2, 18)]), rows_of(n))
+                found.add(n)
         return found
 
     remote = Remote(bucket)
@@ -345,6 +367,19 @@ def test_a_bucket_that_cannot_be_reached(
         assert "stays unknown" in caplog.text
         with pytest.raises(CacheError, match="cannot be used"):
             upload(store, Remote(bucket))
+
+
+def test_what_is_known_of_a_bucket_is_kept_on_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A home folder on a network has no room for SQLite's log."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert mirror_folder("s3://b/x").is_relative_to(tmp_path / "home")
+    monkeypatch.setenv("LENSPOOL_NETWORK_STORE", "1")
+    assert mirror_folder("s3://b/x").is_relative_to(tmp_path / f"lenspool-{os.getuid()}")
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    (tmp_path / "lenspool-12345").mkdir()
+    with pytest.raises(CacheError, match="somebody else"):
+        mirror_folder("s3://b/x")
 
 
 def test_no_such_bucket(bucket: str, tmp_path: Path) -> None:

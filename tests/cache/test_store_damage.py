@@ -18,7 +18,8 @@ from store_samples import a_run, flip, pack_files, rows_of, same_bits
 
 from lenspool_cache import CacheCorrupt, CacheError, Store, verify
 from lenspool_cache.codec import RECORD_SIZE
-from lenspool_cache.segment import Layout, Need, create_pack
+from lenspool_cache.pack import Need, create_pack
+from lenspool_cache.segment import Layout
 
 
 def filled(folder: Path, runs: int = 6) -> None:

@@ -20,7 +20,7 @@ from test_prefix import H, put, run_of
 
 from lenspool_cache import CacheError, Policy, Store, collect, evict, keeping, verify
 from lenspool_cache.eviction import Victims
-from lenspool_cache.segment import is_sealed
+from lenspool_cache.pack import is_sealed
 from lenspool_cache.usage import Usage
 
 MB = 1 << 20

@@ -9,8 +9,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 from store_samples import a_run, pack_files, rows_of, same_bits
+from test_prefix import PATTERN
 
-from lenspool_cache import CacheError, Store
+from lenspool_cache import CacheError, Store, collect, evict, verify
 from lenspool_cache.codec import RECORD_DTYPE, Record, pack_record, unpack_record
 
 DTYPES = [
@@ -88,13 +89,42 @@ def test_index_and_documents_are_readable_by_h5py(store: Store, folder: Path) ->
 
 
 def test_record_bytes_agree_with_the_hdf5_type() -> None:
-    record = Record(bytes(range(32)), *range(100, 113))
+    record = Record(bytes(range(32)), *range(100, 114))
     data = pack_record(record)
     assert unpack_record(data) == record
     seen = np.frombuffer(data, RECORD_DTYPE)[0]
     assert RECORD_DTYPE.names is not None
     assert RECORD_DTYPE.names[:-1] == Record._fields
     assert [seen["key"].tobytes(), *(int(seen[name]) for name in Record._fields[1:])] == list(record)
+
+
+def test_rows_as_wide_as_their_run_share_packs(folder: Path) -> None:
+    """Prompts of all lengths do not make a file for each; what is left after eviction and compaction is whole."""
+    lengths = range(1, 150)
+
+    def pattern(length: int) -> np.ndarray:
+        return rows_of(length, length, 4 * length, "bfloat16")
+
+    with Store(folder) as store:
+        for length in lengths:
+            store.put(a_run(length), {PATTERN: [(0, pattern(length))], "h": [(0, rows_of(length))]})
+        assert len(pack_files(folder)) == 2
+        payload = sum(8 * length**2 for length in lengths) + len(lengths) * rows_of(0).nbytes
+        assert store.stats()["payload_bytes"] == payload
+    with Store(folder) as store:
+        assert verify(store).ok and verify(store).payload_bytes == payload
+        assert evict(store, [a_run(length).key for length in lengths if length % 3]) == 2 * 100
+        done = collect(store)
+        assert done.packs_removed == 2 == len(pack_files(folder))
+        for length in lengths:
+            if length % 3:
+                assert store.lookup(a_run(length), [PATTERN]) == {}
+                continue
+            assert same_bits(store.rows(a_run(length), PATTERN, [(0, length)]), pattern(length))
+            assert same_bits(store.rows(a_run(length), PATTERN, [(1, 2)]), pattern(length)[1:2])
+            assert store.lookup(a_run(length), [PATTERN])[PATTERN][0].width == 4 * length
+        report = verify(store)
+        assert (report.damaged, report.stale, report.unindexed) == ([], 0, 0)
 
 
 def test_wide_rows(store: Store) -> None:

@@ -27,6 +27,7 @@ from lenspool.readouts import Readout
 from lenspool.result import Capture
 from lenspool.sampling import check_integer
 from lenspool_cache import Store
+from lenspool_cache import ranges as rg
 
 if TYPE_CHECKING:
     from lenspool.client.requesting import Requesting
@@ -233,6 +234,9 @@ class Build:
                     length = len(request.tokens)
                     wanted = {name: closed(request.ranges_of(name), length) for name in request.hooks}
                     found = await asyncio.to_thread(self._store.find, request.run, wanted)
+                    there = {name: [s.range for s in segments] for name, segments in found.items()}
+                    if any(rg.subtract(ranges, there.get(name, [])) for name, ranges in wanted.items()):
+                        continue  # evicted since the answer
                     keys = {segment.key for segments in found.values() for segment in segments}
                     return keys - {request.run.entry(name) for name in request.hooks}
                 except QueueFull:
