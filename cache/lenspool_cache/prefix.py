@@ -16,6 +16,10 @@ _WIDE = ("attn.hook_pattern", "attn.hook_attn_scores")
 _REDUCTIONS = ("mean(", "max(")
 _AHEAD = "loss("
 
+_TOLD = ("v", "context", "tokens", "interventions")
+_LATER = ("sampling", "nonce")
+"""Fields of a run's document that decide nothing of its prompt. One that is not known here decides all of it."""
+
 Edits = Sequence[Mapping[str, Any]]
 
 
@@ -63,7 +67,8 @@ def sequence(document: Mapping[str, Any]) -> tuple[Any, list[int], Edits] | None
     tokens, edits = document.get("tokens"), document.get("interventions", [])
     if not isinstance(tokens, list) or not isinstance(edits, list) or "reuse" in document:
         return None
-    return [document.get("v"), document.get("context")], tokens, edits
+    rest = {name: value for name, value in document.items() if name not in _TOLD and name not in _LATER}
+    return [document.get("v"), document.get("context"), *([rest] if rest else [])], tokens, edits
 
 
 def common(a: Mapping[str, Any], b: Mapping[str, Any]) -> int:

@@ -93,6 +93,7 @@ def test_what_is_not_known_to_follow_from_its_prefix_is_not_lent(store: Store) -
         run_of(LONG, [add("a", [0, None])]),
         run_of(LONG, [add("a", [15, 16])], sampling={"max_tokens": 3}),
         run_of(LONG[:BLOCK]),
+        run_of(LONG, something="of a later version"),
     ],
 )
 def test_nothing_is_lent_to_what_begins_otherwise(store: Store, other: Run) -> None:

@@ -124,15 +124,17 @@ class Ledger:
         self._unheard = True
         kind, waiting_alone, jobs = self._claim(keys=self._claim_keys, args=arguments)
         self._unheard = False
-        return None if kind == b"suspended" and not jobs else Claim(moment, jobs, kind == b"alone", waiting_alone)
+        if kind == b"suspended" and not jobs:
+            return None
+        return Claim(*self._read(jobs, moment), kind == b"alone", waiting_alone)
 
-    def read(self, claim: Claim) -> tuple[list[Entry], list[Refusal]]:
-        """The jobs of a claim, and what is no job of this pool."""
+    def _read(self, jobs: Sequence[Any], moment: datetime) -> tuple[list[Entry], list[Refusal]]:
+        """From `[id, execution id, flat hash, has waited for too long]` of each job that was claimed."""
         entries, refused = [], []
-        for raw_id, execution_id, flat, late in claim.jobs:
+        for raw_id, execution_id, flat, late in jobs:
             fields = dict(zip(flat[::2], flat[1::2], strict=True))
             execution = self._execution(as_text(raw_id), as_text(execution_id))
-            execution.created_at = claim.moment
+            execution.created_at = moment
             try:
                 if late:
                     raise DeadlineExceeded("queue", float(fields.get(b"queue_timeout", 0)))

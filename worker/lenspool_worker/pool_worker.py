@@ -298,15 +298,13 @@ class PoolWorker(BaseWorker):
         if claim is None:  # rq suspend
             await asyncio.sleep(1.0)
             return 0
-        if claim.jobs:
-            self.counters["claimed"] += len(claim.jobs)
-            entries, refused = await self._loop.run_in_executor(self._io, self._ledger.read, claim)
-            for entry in entries:
-                self._runs.launch(entry)
-            if refused:
-                await self._call(self._ledger.refuse, refused)
-            self._alone = claim.alone
-        return len(claim.jobs)
+        self.counters["claimed"] += claim.taken
+        for entry in claim.entries:
+            self._runs.launch(entry)
+        self._alone = claim.alone
+        if claim.refused:
+            await self._call(self._ledger.refuse, claim.refused)
+        return claim.taken
 
     async def _commit(self, batch: Sequence[Entry]) -> None:
         await self._call(self._ledger.commit, batch)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import datetime
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
@@ -112,29 +111,32 @@ class Room(NamedTuple):
     clients: Mapping[str, int]
 
 
+class Refusal(NamedTuple):
+    """A started job that cannot be run, and why."""
+
+    execution: Execution
+    error: Exception
+
+
 class Claim(NamedTuple):
     """What one claim brought.
 
     Attributes
     ----------
-    moment
-        When.
-    jobs
-        `[id, execution id, flat hash, has waited for too long]` of each job.
+    entries, refused
+        The jobs, and what is no job of this pool.
     alone
         The one job must run with nothing beside it.
     waiting_alone
         Number of jobs that wait for a worker with nothing in flight.
     """
 
-    moment: datetime
-    jobs: list[Any]
+    entries: list[Entry]
+    refused: list[Refusal]
     alone: bool
     waiting_alone: int
 
-
-class Refusal(NamedTuple):
-    """A started job that cannot be run, and why."""
-
-    execution: Execution
-    error: Exception
+    @property
+    def taken(self) -> int:
+        """Number of jobs that were claimed."""
+        return len(self.entries) + len(self.refused)
