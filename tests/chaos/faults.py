@@ -70,11 +70,15 @@ class Site:
         """Start workers, and again those that ended."""
         command = [sys.executable, "-m", "lenspool.cli", "worker", "--no-compiled", "--model", str(self._model)]
         command += ["--redis", self.broker.url, "--store", str(self.store)]
+        # else vLLM gives each worker all cores but one, and the threads of one that works keep the other from booting
+        cores = os.environ | {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         while True:
             for i, worker in enumerate(self.workers):
                 if worker is None or worker.poll() is not None:
                     with self._log.open("ab") as log:
-                        self.workers[i] = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+                        self.workers[i] = subprocess.Popen(
+                            command, stdout=log, stderr=log, start_new_session=True, env=cores
+                        )
             await asyncio.sleep(0.2)
 
     def worker(self) -> subprocess.Popen[bytes]:

@@ -209,7 +209,7 @@ class PoolWorker(BaseWorker):
 
     def stop(self) -> None:
         """Take no more jobs and let `serve` return; called again, give the running jobs back at once."""
-        if self._stopping.is_set():
+        if self._stopping.is_set() and len(self._runs):
             log.warning("%d jobs go back to the queue", len(self._runs))
             self._runs.stop_all("requeued")
         self._stopping.set()
