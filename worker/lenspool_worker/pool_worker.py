@@ -292,7 +292,8 @@ class PoolWorker(BaseWorker):
             max(self._max_suspects - self._runs.suspects, 0),
             idle=not len(self._runs),
             per_client=self._per_client,
-            clients=Counter(entry.client for entry in running if entry.client),
+            # also those that ended, until Redis knows: it says how many a client has
+            clients=Counter(e.client for e in self._runs.entries() if e.client and not e.committed),
         )
         claim = await self._loop.run_in_executor(self._io, self._ledger.claim, room)
         if claim is None:  # rq suspend

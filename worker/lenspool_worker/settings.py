@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
+import secrets
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,13 @@ def engine_arguments(folder: Path, options: dict[str, Any]) -> AsyncEngineArgs:
             reason = f"got {options[name]!r}: the tokens of a step would be spread over processes"
             raise InvalidJob(f"engine.{name}", reason, "1; tensor_parallel_size and pipeline_parallel_size may be more")
     config = json.loads((folder / "config.json").read_text())
-    chosen: dict[str, Any] = {"enforce_eager": True, "dtype": checkpoint_dtype(config), "seed": 0}
+    # samples without a seed of their own follow the engine's: were that the same everywhere, the workers of a pool, and
+    # one before and after a restart, would draw the same ones
+    chosen: dict[str, Any] = {
+        "enforce_eager": True,
+        "dtype": checkpoint_dtype(config),
+        "seed": secrets.randbits(31),
+    }
     longest = config.get("max_position_embeddings") or config.get("n_positions") or _MAX_MODEL_LEN
     chosen["max_model_len"] = min(int(longest), _MAX_MODEL_LEN)
     if current_platform.is_cpu() and "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
