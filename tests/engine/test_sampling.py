@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -111,6 +112,14 @@ async def test_a_seed_gives_the_same_tokens_in_another_batch(engine: Asker, prom
     assert list(reversed(crowd)) == alone
     other = await asked(engine, wanted[0], 12, seed=1, **chosen)
     assert other["token_ids"] != alone[0]
+
+
+def test_engines_draw_samples_of_their_own(tiny_llama: Path) -> None:
+    """Else the workers of a pool would draw the same ones, where a request has no seed."""
+    from lenspool_worker.settings import engine_arguments
+
+    assert engine_arguments(tiny_llama, {}).seed != engine_arguments(tiny_llama, {}).seed
+    assert engine_arguments(tiny_llama, {"seed": 3}).seed == 3
 
 
 async def test_arguments_do_what_their_names_say(engine: Asker, oracle: Oracle, prompts: Prompts) -> None:
