@@ -31,6 +31,7 @@ class Questions:
     """
 
     def __init__(self, folder: Path, seed: int) -> None:
+        torch.set_num_threads(1)  # the workers have the cores
         model = transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, attn_implementation="eager"
         )
