@@ -107,7 +107,7 @@ async def test_500_malformed_envelopes_at_once(pool: Pool, connect: Connect) -> 
     assert states == [b"failed"] * 500
     assert all(0 < pool.redis.ttl(f"rq:job:bad-{i}") <= 3600 for i in range(500))
     assert "bad" not in pool.executions() and set(pool.executions().values()) == {1}
-    assert pool.redis.exists(f"rq:wip:{QUEUE}", f"rq:queue:{QUEUE}:intermediate", keys.ring(CARD)) == 0
+    assert pool.redis.exists(f"rq:wip:{QUEUE}", f"rq:queue:{QUEUE}", keys.ring(CARD)) == 0
     worker.signal(signal.SIGTERM)
     stats = await asyncio.to_thread(worker.wait)
     assert (stats["failed"], stats["committed"]) == (500, 201)
@@ -193,7 +193,7 @@ async def test_1000_cancellations_at_random_times_leave_nothing(pool: Pool, conn
         assert pool.queued() == 0
         passing = {b"rq:canceled:" + QUEUE.encode(), b"rq:failed:" + QUEUE.encode()}
         assert lasting() - passing == before
-        left = [wip, f"rq:queue:{QUEUE}:intermediate", keys.ring(CARD), keys.turn(CARD)]
+        left = [wip, f"rq:queue:{QUEUE}", keys.ring(CARD), keys.turn(CARD)]
         left += [f"rq:worker:{name.decode()}:executions" for name in pool.redis.zrange(keys.CARDS, 0, -1)]
         left += [key for kind in ("rq:execution*", "lenspool:waiters:*") for key in pool.redis.keys(kind)]
         assert pool.redis.exists(*left) == 0

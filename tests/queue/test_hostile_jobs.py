@@ -200,7 +200,7 @@ async def test_keys_that_are_no_jobs_are_dropped(shared_pool: Pool, connect_shar
     for member in ("astring", "missing", "../../etc", b"\xff\xfe", "a b", ""):
         pool.redis.rpush(f"rq:queue:{QUEUE}", member)
     assert await asyncio.wait_for(connect_shared.submit(CARD, doc("after")).result(), 10) == {"n": "after"}
-    assert pool.redis.llen(f"rq:queue:{QUEUE}:intermediate") == 0
+    assert pool.redis.llen(f"rq:queue:{QUEUE}") == 0
 
 
 async def test_wrong_kind_of_key_under_the_job_of_a_client(shared_pool: Pool, connect_shared: Any) -> None:
